@@ -1,0 +1,50 @@
+"""The `lamella` command. One verb, one module in `lamella.commands`; heavy imports happen when a verb runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from lamella import __version__
+from lamella.commands import data, demo, eval, quantize, store, train
+from lamella.console import err
+from lamella.errors import UserError
+
+app = typer.Typer(
+    name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Fine-tune language models that do not fit, one thin layer at a time.",
+)  # fmt: skip
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"lamella {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+for module in (quantize, store, data, train, eval, demo):
+    module.register(app)
+
+
+def main() -> None:
+    """Entry point: user errors end in one message and their exit code, Ctrl-C in 130."""
+    try:
+        app()
+    except UserError as error:
+        err.print(f"error: {error.render()}", markup=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The one typed configuration tree of a run (`run.toml`). Imports no torch.
+
+Unknown keys are refused with the nearest valid name; every value is checked when the tree is
+built; the resolved tree is written beside each run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lamella.errors import UserError
+from lamella.units import parse_bytes
+
+
+def _check_size(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except UserError as error:
+        raise ValueError(error.what) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_check_size)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    train: tuple[Path, ...] = ()
+    """JSONL files (or folders of them) to train on; relative to the file that names them."""
+    format: Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca"] = "auto"
+    """Row format; `auto` detects and states it per file."""
+    train_on: Literal["all", "last"] = "all"
+    """Which assistant turns carry labels."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest sequence in tokens, prompt and answer together."""
+    too_long: Literal["refuse", "drop", "cut_prompt"] = "refuse"
+    """Rows over `max_tokens`: stop before training, drop and count, or cut the prompt from its left."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """Rows that cannot be used (broken JSON, no answer, ...): stop, or drop and count."""
+    max_drop_share: float = Field(0.1, ge=0, le=1)
+    """Stop when a larger share of all rows than this is dropped."""
+    system: str | None = None
+    """System text for rows without one. None adds none."""
+    chat_template: Path | None = None
+    """Jinja chat template to use in place of the tokenizer's own; it travels with the adapter."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(16, ge=1)
+    """Rank r of each adapter pair (A [r, in], B [out, r])."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale is alpha / r, or alpha / sqrt(r) with rslora."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input, seeded by (step, row, layer, site)."""
+    rslora: bool = False
+    """Rank-stabilised scale alpha / sqrt(r)."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """`all-linear` (every linear layer and the experts, not routers), or names: a module's last name
+    (`q_proj`), a dotted suffix (`self_attn.q_proj`), an expert parameter (`experts.gate_up_proj`)."""
+    expert_rank: int | Literal["auto"] = "auto"
+    """Rank on experts; `auto` is max(1, rank / active experts)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        if isinstance(self.expert_rank, int) and self.expert_rank < 1:
+            raise ValueError(f"expert_rank must be 1 or more, got {self.expert_rank}")
+        if isinstance(self.targets, tuple) and not self.targets:
+            raise ValueError("targets is empty: nothing would be trained")
+        return self
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; None: as many as `epochs` gives."""
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the data when `steps` is not given."""
+    rows_per_step: int | None = Field(None, ge=1)
+    """Rows per optimizer step; None: as many as fill `tokens_per_step`."""
+    tokens_per_step: int = Field(8192, ge=1)
+    """Token budget of an optimizer step when `rows_per_step` is not given."""
+    micro_batch_tokens: int = Field(2048, ge=1)
+    """Token budget of a micro-batch; changes memory and speed, never the result beyond rounding."""
+    learning_rate: float = Field(2e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up; cosine and linear end at zero."""
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moment decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW epsilon."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; 0 does not clip."""
+    router_aux_coef: float | None = Field(None, ge=0)
+    """Weight of the router balancing loss; None takes the model config's `router_aux_loss_coef` when its
+    `output_router_logits` asks for it, else 0."""
+    max_bad_steps: int = Field(3, ge=0)
+    """Steps with a non-finite loss or gradient are skipped; stop after this many in a row."""
+    seed: int = 0
+    """Seeds adapter init, row order and dropout."""
+
+
+class MemoryConfig(Section):
+    budget: Size | None = None
+    """Memory for base weights and activations, such as "2GiB"; None: no limit of ours. Layers that do not
+    fit are streamed from the store."""
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Recompute each layer in the backward walk, keep its activations, or choose by budget."""
+
+
+class ComputeConfig(Section):
+    device: str = "cpu"
+    """Torch device."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Compute dtype; `auto` is bf16 where the device multiplies it natively, else fp32."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; None: all cores this process may use."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(50, ge=0)
+    """Save adapter, optimizer and position every so many steps; 0: only at the end."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints kept besides the best one."""
+
+
+class ValidationConfig(Section):
+    data: tuple[Path, ...] = ()
+    """JSONL rows whose loss is measured during training; empty: none."""
+    every_steps: int = Field(50, ge=1)
+    """Measure every so many steps."""
+    metric: str = "loss"
+    """Metric that chooses the best checkpoint."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Direction of `metric`; `auto` knows loss and perplexity (min), accuracy and F1 (max)."""
+
+
+class RunConfig(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; artifacts go to `<runs_dir>/<name>`."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds runs."""
+    store: Path
+    """Layer store made by `lamella quantize`."""
+    init_adapter: Path | None = None
+    """Adapter folder (PEFT format) to go on from."""
+    data: DataConfig = DataConfig()
+    """What to train on."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter."""
+    train: TrainConfig = TrainConfig()
+    """Optimizer and schedule."""
+    memory: MemoryConfig = MemoryConfig()
+    """Residency and recompute."""
+    compute: ComputeConfig = ComputeConfig()
+    """Device and dtype."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    validation: ValidationConfig = ValidationConfig()
+    """Measuring while training."""
+
+
+def _section_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            break
+        inner = field.annotation
+        options = [a for a in (inner, *get_args(inner)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not options:
+            break
+        model = options[0]
+    return model
+
+
+def _explain(error: ValidationError, path: Path | None, root: type[BaseModel]) -> UserError:
+    lines = []
+    fix = "correct the value"
+    for item in error.errors():
+        name = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            valid = list(_section_at(root, item["loc"][:-1]).model_fields)
+            near = difflib.get_close_matches(str(item["loc"][-1]), valid, n=1, cutoff=0.0)
+            lines.append(f"unknown key `{name}`; nearest valid name: `{near[0]}`")
+            fix = f"valid keys there: {', '.join(valid)}"
+        elif item["type"] == "missing":
+            lines.append(f"`{name}` is required")
+            fix = f"set `{name}`"
+        else:
+            lines.append(f"`{name}` = {item['input']!r}: {item['msg']}")
+    return UserError("\n  ".join(lines), fix=fix, path=path)
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, sign, raw = text.partition("=")
+    key = key.strip().lstrip("-")
+    if not sign or not key:
+        raise UserError(f"not an override: {text!r}", fix="write dotted.key=value, e.g. train.steps=100")
+    try:
+        value = tomllib.loads(f"v = {raw.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()  # an unquoted word is a string
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"override {key!r}: `{parent}` is a value, not a table", fix="check the dotted name")
+        node = child
+    node[leaf] = value
+
+
+_PATHS = (("store",), ("runs_dir",), ("init_adapter",), ("data", "train"), ("data", "chat_template"),
+          ("validation", "data"))  # fmt: skip
+
+
+def _anchor(tree: dict[str, Any], folder: Path) -> None:
+    """Make paths of a file relative to that file's folder."""
+    for *parents, leaf in _PATHS:
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        value = node.get(leaf) if isinstance(node, dict) else None
+        if isinstance(value, str):
+            value = node[leaf] = [value] if leaf in ("train", "data") else value
+        if isinstance(value, str):
+            node[leaf] = str(folder / value)
+        elif isinstance(value, list):
+            node[leaf] = [str(folder / v) if isinstance(v, str) else v for v in value]
+
+
+def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read `run.toml`, apply `dotted.key=value` overrides, check everything.
+
+    Paths in the file are relative to the file; paths in overrides to the working folder.
+
+    Raises:
+        UserError: no such file, not TOML (with line), unknown key, bad value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserError("no such file", fix="give the path of a run.toml", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", path=path) from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    _anchor(tree, path.parent)
+    over: dict[str, Any] = {}
+    for item in overrides or []:
+        _override(over, item)
+    _anchor(over, Path())
+    return build_run_config(_merge(tree, over), path)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def build_run_config(tree: dict[str, Any], path: Path | None = None) -> RunConfig:
+    """Check a configuration tree. Raises `UserError` naming every bad key."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, path, RunConfig) from error

@@ -1,0 +1,1 @@
+"""Model families, through transformers' own modelling code."""
