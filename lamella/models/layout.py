@@ -49,6 +49,13 @@ class PackedBatch:
     def tokens(self) -> int:
         return int(self.input_ids.numel())
 
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        if self.input_ids.device == device:
+            return self
+        moved = (self.input_ids, self.position_ids, self.visible_until, self.starts, self.score_positions, self.score_tokens)
+        return PackedBatch(*(t.to(device) for t in moved), self.row_ids)
+
     @property
     def lengths(self) -> list[int]:
         return (self.starts[1:] - self.starts[:-1]).tolist()

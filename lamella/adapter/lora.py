@@ -1,0 +1,315 @@
+"""LoRA parameters: which weights get a pair, of what rank and scale, and their fp32 master values.
+
+LoRA: y = W x + scale B A x, with A [r, in] random and B [out, r] zero at the start (Hu et al. 2021); scale is
+alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023). On experts the pair is [E, r, in] and [E, out, r].
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamella.config import LoraConfig
+from lamella.errors import UserError
+from lamella.models.linear import FrozenLinear
+from lamella.models.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """One adapted weight.
+
+    Attributes:
+        key: full name: a module (`model.layers.0.self_attn.q_proj`) or an expert parameter
+            (`model.layers.0.mlp.experts.gate_up_proj`).
+        layer: decoder layer index.
+        path: name of the owning module inside the layer (`self_attn.q_proj`, `mlp.experts`).
+        parameter: expert parameter's name in that module; None for a linear layer.
+        inputs, outputs: features in and out; experts: how many (None for a linear layer).
+        rank, alpha, scale: of this pair.
+        index: number among all adaptable weights of the model (seeds dropout), whatever is targeted.
+        order: position of the parameter in its module (PEFT nests wrappers in that order).
+    """
+
+    key: str
+    layer: int
+    path: str
+    parameter: str | None
+    inputs: int
+    outputs: int
+    experts: int | None
+    rank: int
+    alpha: float
+    scale: float
+    index: int
+    order: int = 0
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        return (self.rank, self.inputs) if self.experts is None else (self.experts, self.rank, self.inputs)
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        return (self.outputs, self.rank) if self.experts is None else (self.experts, self.outputs, self.rank)
+
+    @property
+    def weight_class(self) -> str:
+        """`experts`, `attention` or `mlp`, for reports."""
+        if self.experts is not None or ".experts." in f".{self.path}.":
+            return "experts"
+        return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    layer: int
+    path: str
+    parameter: str | None
+    inputs: int
+    outputs: int
+    experts: int | None
+    order: int
+
+    def name(self) -> str:
+        return self.path if self.parameter is None else f"{self.path}.{self.parameter}"
+
+
+_ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+
+
+def _candidates(skeleton: Skeleton) -> list[_Candidate]:
+    """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
+    found = []
+    for i, layer in enumerate(skeleton.layers):
+        for path, module in layer.named_modules():
+            if isinstance(module, FrozenLinear):
+                if path.rpartition(".")[2] not in _ROUTER_NAMES:
+                    found.append(_Candidate(i, path, None, module.in_features, module.out_features, None, 0))
+            elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+                for order, (name, p) in enumerate(module.named_parameters(recurse=False)):
+                    if p.dim() == 3:
+                        e, rows, columns = p.shape
+                        inputs, outputs = (rows, columns) if module.is_transposed else (columns, rows)
+                        found.append(_Candidate(i, path, name, inputs, outputs, e, order))
+    return found
+
+
+def _matches(candidate: _Candidate, target: str) -> bool:
+    name = candidate.name()
+    if name == target or name.endswith(f".{target}"):
+        return True
+    full = f"layers.{candidate.layer}.{name}"
+    if full == target or target.endswith(f".{full}"):
+        return True
+    return candidate.parameter is not None and (candidate.path == target or candidate.path.endswith(f".{target}"))
+
+
+def _expand_expert_aliases(targets: tuple[str, ...], candidates: list[_Candidate]) -> list[str]:
+    """On fused experts `gate_proj` and `up_proj` together mean `gate_up_proj`; one alone cannot be given a pair."""
+    fused = [c for c in candidates if c.parameter == "gate_up_proj"]
+    expanded = list(targets)
+    halves = {t.rpartition(".")[2] for t in targets} & {"gate_proj", "up_proj"}
+    if fused and halves:
+        if halves != {"gate_proj", "up_proj"}:
+            linear = [c for c in candidates if c.parameter is None and any(_matches(c, h) for h in halves)]
+            if not linear:
+                raise UserError(f"lora.targets names {halves.pop()!r} alone, but this model's experts hold gate and up in one weight",
+                                fix="target both gate_proj and up_proj, or experts.gate_up_proj")  # fmt: skip
+        else:
+            expanded.append("experts.gate_up_proj")
+    return expanded
+
+
+def _select(candidates: list[_Candidate], targets: str | tuple[str, ...]) -> list[_Candidate]:
+    if isinstance(targets, str):
+        return candidates
+    expanded = _expand_expert_aliases(targets, candidates)
+    has_fused = any(c.parameter == "gate_up_proj" for c in candidates)
+    for target in targets:
+        alias = has_fused and target.rpartition(".")[2] in ("gate_proj", "up_proj")
+        if not alias and not any(_matches(c, target) for c in candidates):
+            names = sorted({c.name().rpartition(".")[2] for c in candidates} | {c.name() for c in candidates})
+            near = difflib.get_close_matches(target, names, n=1, cutoff=0.0)
+            raise UserError(f"lora.targets: {target!r} matches no linear layer or expert weight; nearest: {near[0]!r}",
+                            fix=f"valid names: {', '.join(sorted({c.name() for c in candidates}))}")  # fmt: skip
+    return [c for c in candidates if any(_matches(c, t) for t in expanded)]
+
+
+def active_experts(config: Any) -> int:
+    """Experts per token, as the family's config names it; 1 for dense models."""
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
+
+
+def skeleton_linear_names(skeleton: Skeleton) -> list[str]:
+    """Full names of all linear layers of the decoder layers."""
+    return [
+        f"{skeleton.prefix}.{i}.{path}"
+        for i, layer in enumerate(skeleton.layers)
+        for path, module in layer.named_modules()
+        if isinstance(module, FrozenLinear)
+    ]
+
+
+def scale_of(alpha: float, rank: int, rslora: bool) -> float:
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+class Adapter:
+    """LoRA pairs of a model: fp32 parameters by stable names, in model order.
+
+    Attributes:
+        sites: key -> SiteSpec, in model order.
+        dropout: probability; rslora: whether scales are alpha / sqrt(r).
+        origin: what `load` read besides the tensors (empty for a new adapter).
+        linear_names: full names of all linear layers of the model, adapted or not.
+    """
+
+    def __init__(self, sites: list[SiteSpec], dropout: float, rslora: bool) -> None:
+        self.sites = {s.key: s for s in sites}
+        self.dropout = dropout
+        self.rslora = rslora
+        self.origin: dict[str, Any] = {}
+        self.linear_names: list[str] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        for site in sites:
+            self._parameters[f"{site.key}.lora_A"] = nn.Parameter(torch.empty(site.a_shape, dtype=torch.float32))
+            self._parameters[f"{site.key}.lora_B"] = nn.Parameter(torch.zeros(site.b_shape, dtype=torch.float32))
+
+    @classmethod
+    def create(cls, skeleton: Skeleton, config: LoraConfig, seed: int) -> Adapter:
+        """New pairs for `config.targets`: A uniform in +-1/sqrt(in) (as PEFT's default), B zero.
+
+        The values of a pair depend on the seed and its name only. Expert pairs keep the scale of the others:
+        their alpha is reduced with their rank.
+
+        Raises:
+            UserError: a target that matches nothing.
+        """
+        candidates = _candidates(skeleton)
+        chosen = {(c.layer, c.name()) for c in _select(candidates, config.targets)}
+        scale = scale_of(config.alpha, config.rank, config.rslora)
+        expert_rank = config.expert_rank
+        if expert_rank == "auto":
+            expert_rank = max(1, config.rank // active_experts(skeleton.config))
+        sites = []
+        for index, c in enumerate(candidates):
+            if (c.layer, c.name()) in chosen:
+                rank = config.rank if c.experts is None else expert_rank
+                alpha = scale * (math.sqrt(rank) if config.rslora else rank)
+                sites.append(SiteSpec(f"{skeleton.prefix}.{c.layer}.{c.name()}", c.layer, c.path, c.parameter, c.inputs,
+                                      c.outputs, c.experts, rank, alpha, scale, index, c.order))  # fmt: skip
+        adapter = cls(sites, config.dropout, config.rslora)
+        adapter.linear_names = skeleton_linear_names(skeleton)
+        adapter.reset(seed)
+        return adapter
+
+    def reset(self, seed: int) -> None:
+        """Set every A to its seeded initial values and every B to zero."""
+        with torch.no_grad():
+            for site in self.sites.values():
+                digest = hashlib.sha256(f"{seed}/{site.key}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                bound = 1 / math.sqrt(site.inputs)
+                a, b = self.pair(site.key)
+                a.uniform_(-bound, bound, generator=generator)
+                b.zero_()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """`<key>.lora_A` and `<key>.lora_B` -> fp32 master, in model order."""
+        return self._parameters
+
+    def pair(self, key: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self._parameters[f"{key}.lora_A"], self._parameters[f"{key}.lora_B"]
+
+    def layer_sites(self, layer: int) -> list[SiteSpec]:
+        return [s for s in self.sites.values() if s.layer == layer]
+
+    @property
+    def first_layer(self) -> int:
+        """Lowest layer with a pair: the backward walk ends there."""
+        return min(s.layer for s in self.sites.values())
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self._parameters.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all master values by parameter name."""
+        return {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Set all masters; names and shapes must match exactly.
+
+        Raises:
+            UserError: missing or extra names, or other shapes.
+        """
+        check_names(set(state), set(self._parameters), "adapter state")
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                if tuple(state[name].shape) != tuple(p.shape):
+                    raise UserError(f"adapter state: {name} has shape {list(state[name].shape)}, needs {list(p.shape)}",
+                                    fix="it belongs to another model or other LoRA settings")  # fmt: skip
+                p.copy_(state[name])
+
+    def save(self, folder: Path, *, base: str = "", facts: dict[str, Any] | None = None) -> None:
+        """Write PEFT's `adapter_model.safetensors` and `adapter_config.json`; see `adapter.peft_format`."""
+        from lamella.adapter.peft_format import save_adapter
+
+        save_adapter(self, folder, base=base, facts=facts or {})
+
+    @classmethod
+    def load(cls, folder: Path, skeleton: Skeleton) -> Adapter:
+        """Read a PEFT adapter folder for this model; every key must be used. See `adapter.peft_format`."""
+        from lamella.adapter.peft_format import load_adapter
+
+        return load_adapter(folder, skeleton)
+
+
+def check_names(have: set[str], want: set[str], what: str) -> None:
+    """Raise a `UserError` with samples of both sides unless the two sets are equal."""
+    missing, extra = sorted(want - have), sorted(have - want)
+    if missing or extra:
+        raise UserError(
+            f"{what}: {len(have & want)} of {len(want)} names match; missing {missing[:3]}, not known {extra[:3]}",
+            fix="it belongs to another model, or to other LoRA targets",
+        )
+
+
+def sites_from_shapes(
+    skeleton: Skeleton, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], alphas: dict[str, float], rslora: bool
+) -> list[SiteSpec]:
+    """Sites for the given key -> (A shape, B shape), checked against the model.
+
+    Raises:
+        UserError: a key that names no adaptable weight, or shapes that do not fit it.
+    """
+    known = {f"{skeleton.prefix}.{c.layer}.{c.name()}": (i, c) for i, c in enumerate(_candidates(skeleton))}
+    stray = sorted(set(shapes) - set(known))
+    if stray:
+        raise UserError(
+            f"adapter: {len(shapes) - len(stray)} of {len(shapes)} modules exist in the model; not there: {stray[:3]}; "
+            f"the model has: {sorted(known)[:3]}", fix="the adapter belongs to another model class or its names have another prefix",
+        )  # fmt: skip
+    sites = []
+    for key, (index, c) in known.items():
+        if key in shapes:
+            a_shape, b_shape = shapes[key]
+            rank = a_shape[-2]
+            scale = scale_of(alphas[key], rank, rslora)
+            site = SiteSpec(key, c.layer, c.path, c.parameter, c.inputs, c.outputs, c.experts, rank, alphas[key], scale, index,
+                            c.order)  # fmt: skip
+            if (site.a_shape, site.b_shape) != (a_shape, b_shape):
+                raise UserError(f"adapter: {key} has shapes {list(a_shape)}, {list(b_shape)}; the model needs {list(site.a_shape)}, "
+                                f"{list(site.b_shape)}", fix="the adapter belongs to a model of other sizes")  # fmt: skip
+            sites.append(site)
+    return sites

@@ -1,0 +1,213 @@
+"""PEFT adapter folders, written and read.
+
+`adapter_model.safetensors` holds two tensors per adapted weight, nothing else. A linear layer's pair is
+A [r, in], B [out, r]. A fused expert parameter's pair is flattened the way PEFT's `ParamWrapper` reads it:
+
+    lora_A [E * r, in]    row e * r + k         (expert-major)
+    lora_B [out, r * E]   column k * E + e      (rank-major)
+
+so the delta of expert e is sum_k B[:, k * E + e] A[e * r + k, :]. Wrappers of several parameters of one module
+are nested in parameter order: the last one has no `base_layer` in its name, the one before has one, and so on.
+What PEFT's config cannot say (layout, base fingerprint, dropout on experts) stands in `lamella_adapter.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lamella import __version__
+from lamella.adapter.lora import Adapter, SiteSpec, sites_from_shapes, skeleton_linear_names
+from lamella.errors import UserError
+from lamella.models.linear import FrozenLinear
+from lamella.models.skeleton import Skeleton
+
+WEIGHTS, CONFIG, FACTS = "adapter_model.safetensors", "adapter_config.json", "lamella_adapter.json"
+_PREFIX = "base_model.model."
+
+
+def flatten_experts(a_ErI: Tensor, b_EOr: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, r, in], [E, out, r] -> PEFT's [E * r, in] (expert-major) and [out, r * E] (rank-major)."""
+    experts, rank, inputs = a_ErI.shape
+    return a_ErI.reshape(experts * rank, inputs), b_EOr.permute(1, 2, 0).reshape(b_EOr.shape[1], rank * experts)
+
+
+def unflatten_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Inverse of `flatten_experts`."""
+    rank = a.shape[0] // experts
+    return a.reshape(experts, rank, -1).contiguous(), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1).contiguous()
+
+
+def _module_name(site: SiteSpec) -> str:
+    return site.key if site.parameter is None else site.key.rpartition(".")[0]
+
+
+def _tensor_names(sites: dict[str, SiteSpec]) -> dict[str, str]:
+    """Site key -> name in the file without `.lora_A.weight`."""
+    wrapped: dict[str, list[SiteSpec]] = defaultdict(list)
+    for site in sites.values():
+        if site.parameter is not None:
+            wrapped[_module_name(site)].append(site)
+    names = {}
+    for site in sites.values():
+        depth = 0
+        if site.parameter is not None:
+            depth = sum(other.order > site.order for other in wrapped[_module_name(site)])
+        names[site.key] = _PREFIX + _module_name(site) + ".base_layer" * depth
+    return names
+
+
+def _short_targets(adapter: Adapter, linear_names: list[str]) -> list[str]:
+    """Target modules by last name where that names exactly ours among all linear layers, else by full name."""
+    ours = {s.key for s in adapter.sites.values() if s.parameter is None}
+    by_last: dict[str, set[str]] = defaultdict(set)
+    for name in linear_names:
+        by_last[name.rpartition(".")[2]].add(name)
+    short = {last for last, names in by_last.items() if names <= ours}
+    rest = {key for key in ours if key.rpartition(".")[2] not in short}
+    return sorted(short) + sorted(rest)
+
+
+def peft_config(adapter: Adapter, base: str, linear_names: list[str]) -> dict[str, Any]:
+    """`adapter_config.json` for PEFT 0.18 and later."""
+    sites = list(adapter.sites.values())
+    linear = [s for s in sites if s.parameter is None]
+    fused = [s for s in sites if s.parameter is not None]
+    main = (linear or fused)[0]
+    rank_pattern, alpha_pattern = {}, {}
+    for site in sites:
+        name = f"experts.{site.parameter}" if site.parameter is not None and site.path.endswith("experts") else site.key
+        if site.rank != main.rank:
+            rank_pattern[name] = site.rank
+        if site.alpha != main.alpha:
+            alpha_pattern[name] = site.alpha
+    parameters = sorted({f"{s.path}.{s.parameter}" for s in fused})
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": main.rank, "lora_alpha": main.alpha, "lora_dropout": 0.0 if fused else adapter.dropout,
+        "use_rslora": adapter.rslora, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
+        "target_modules": _short_targets(adapter, linear_names), "target_parameters": parameters or None,
+        "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "modules_to_save": None, "use_dora": False,
+    }  # fmt: skip
+
+
+def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, Any]) -> None:
+    """Write the three files into `folder` (created). fp32 values, exactly the masters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _tensor_names(adapter.sites)
+    tensors: dict[str, Tensor] = {}
+    for site in adapter.sites.values():
+        a, b = (p.detach() for p in adapter.pair(site.key))
+        if site.experts is not None:
+            a, b = flatten_experts(a, b)
+        tensors[f"{names[site.key]}.lora_A.weight"] = a.contiguous()
+        tensors[f"{names[site.key]}.lora_B.weight"] = b.contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = peft_config(adapter, base, adapter.linear_names)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    own = {
+        "lamella_version": __version__, "expert_layout": {"lora_A": "expert-major", "lora_B": "rank-major"},
+        "dropout": adapter.dropout, "tensors": len(tensors), **facts,
+    }  # fmt: skip
+    (folder / FACTS).write_text(json.dumps(own, indent=2) + "\n")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", path=file, fix="give a PEFT adapter folder") from error
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"peft_type is {config.get('peft_type')!r}", path=file, fix="only LoRA adapters are supported")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise UserError(f"{key} is {config.get(key)!r}", path=file, fix=f"{key} must be a positive number")
+    for key in ("use_dora", "modules_to_save", "lora_bias"):
+        if config.get(key):
+            raise UserError(f"{key} is set, which is not supported", path=file, fix="use a plain LoRA adapter")
+    return dict(config)
+
+
+def _pattern_value(patterns: dict[str, Any], key: str, default: float) -> float:
+    """PEFT's rule: a pattern matches the end of a name, or is a regular expression for it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", key):
+            return float(value)
+    return default
+
+
+def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
+    """Read a PEFT folder into an `Adapter` for this model.
+
+    Raises:
+        UserError: unreadable files, tensors that are not LoRA pairs, names or shapes that do not fit the model.
+    """
+    config = _read_config(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot be read: {error}", path=folder / WEIGHTS, fix="the adapter is incomplete; save it again") from error
+    pairs: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", name)
+        if match is None:
+            raise UserError(f"{name} is not a LoRA weight", path=folder / WEIGHTS, fix="merge such tensors into the base first")
+        pairs[match[1]][match[2]] = tensor.float()
+    half = [name for name, pair in pairs.items() if len(pair) != 2]
+    if half:
+        raise UserError(f"{half[0]} has only lora_{next(iter(pairs[half[0]]))}", path=folder / WEIGHTS, fix="save the adapter again")
+    keyed = _resolve_wrappers(pairs, skeleton)
+    rslora = bool(config.get("use_rslora"))
+    alphas = {key: _pattern_value(config.get("alpha_pattern", {}), key, float(config["lora_alpha"])) for key in keyed}
+    shapes = {key: (tuple(a.shape), tuple(b.shape)) for key, (a, b) in keyed.items()}
+    sites = sites_from_shapes(skeleton, shapes, alphas, rslora)
+    facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+    adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
+    adapter.origin = facts
+    adapter.linear_names = skeleton_linear_names(skeleton)
+    adapter.load_state({f"{key}.lora_{x}": t for key, pair in keyed.items() for x, t in zip("AB", pair, strict=True)})
+    return adapter
+
+
+def _resolve_wrappers(pairs: dict[str, dict[str, Tensor]], skeleton: Skeleton) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name the expert parameter behind each (nested) wrapper and unflatten its pair."""
+    depths: dict[str, list[int]] = defaultdict(list)
+    for name in pairs:
+        module = name.replace(".base_layer", "")
+        depths[module].append(name.count(".base_layer"))
+    modules = {
+        f"{skeleton.prefix}.{i}.{path}": module
+        for i, layer in enumerate(skeleton.layers)
+        for path, module in layer.named_modules()
+    }
+    keyed = {}
+    for name, pair in pairs.items():
+        base = name.replace(".base_layer", "")
+        module = modules.get(base)
+        if module is None or isinstance(module, FrozenLinear):
+            keyed[base] = (pair["A"], pair["B"])
+            continue
+        parameters = [(n, p) for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        fits = [(n, p) for n, p in parameters if _fits(p.shape, bool(module.is_transposed), pair)]
+        if len(depths[base]) == len(parameters):  # all wrapped: order says which is which
+            fits = [parameters[len(parameters) - 1 - name.count(".base_layer")]]
+        if len(fits) != 1:
+            raise UserError(f"{name}: cannot tell which expert parameter it adapts", fix="export the adapter with PEFT 0.18 or later")
+        key = f"{base}.{fits[0][0]}"
+        if key in keyed:
+            raise UserError(f"{name}: {key} has two pairs", fix="save the adapter again")
+        keyed[key] = unflatten_experts(pair["A"], pair["B"], fits[0][1].shape[0])
+    return keyed
+
+
+def _fits(shape: Any, transposed: bool, pair: dict[str, Tensor]) -> bool:
+    inputs, outputs = (shape[1], shape[2]) if transposed else (shape[2], shape[1])
+    return pair["A"].shape[1] == inputs and pair["B"].shape[0] == outputs and pair["A"].shape[0] % shape[0] == 0

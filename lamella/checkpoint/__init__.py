@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints on disk: names, shapes, dtypes, tensor classes; tensors read in bounded memory."""

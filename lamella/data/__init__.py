@@ -1,0 +1,1 @@
+"""JSONL rows to encoded rows with label masks, and to packed batches."""

@@ -1,0 +1,219 @@
+"""What the other rooms see of the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from lamella.adapter import Adapter
+from lamella.engine.walk import StepOutput, Walk
+from lamella.engine.weights import LayerWeights
+from lamella.errors import UserError
+from lamella.hardware.memory import memory_limit_bytes
+from lamella.kernels import backend
+from lamella.models import attention, experts
+from lamella.models.attention import KVCache
+from lamella.models.layout import PackedBatch, pack_rows
+from lamella.models.skeleton import Skeleton, load_config
+from lamella.store.reader import Store
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generated answer: token ids without the stop token, and why it ended ("stop" or "length")."""
+
+    ids: list[int]
+    finish: str
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bf16 where the device multiplies it natively, else fp32.
+
+    Raises:
+        UserError: fp16 on a CPU (its range is too small to train in without loss scaling, and it is slow there).
+    """
+    if name == "auto":
+        if device.type == "cpu":
+            capabilities = torch.backends.cpu.get_cpu_capability()
+            native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
+            return torch.bfloat16 if native and capabilities.startswith("AVX512") else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if name == "fp16" and device.type == "cpu":
+        raise UserError("compute.dtype is fp16 on a CPU", fix="use bf16 or fp32 there")
+    return DTYPES[name]
+
+
+class Engine:
+    """A model from a store on one device, with or without an adapter.
+
+    Attributes:
+        skeleton: the weightless model (for `Adapter.create` and `Adapter.load`).
+        store: where the weights are.
+        adapter: the adapter in use, or None.
+    """
+
+    def __init__(self, store: Store, skeleton: Skeleton, walk: Walk, *, keep_bytes: int, recompute: str) -> None:
+        self.store, self.skeleton, self.walk = store, skeleton, walk
+        self.keep_bytes, self.recompute = keep_bytes, recompute
+
+    @classmethod
+    def open(
+        cls, store: Store, adapter: Adapter | None = None, *, dtype: str = "auto", device: str = "cpu",
+        budget_bytes: int | None = None, recompute: str = "auto", threads: int | None = None, seed: int = 0,
+    ) -> Engine:  # fmt: skip
+        """Build the model of a store.
+
+        Args:
+            dtype: "auto", "bf16", "fp16" or "fp32"; what layers compute in.
+            budget_bytes: for base weights and activations; None: half the memory of the machine for kept activations,
+                and all packed layers in memory.
+            recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
+                they fit the budget.
+            threads: CPU threads; None: all this process may use.
+            seed: of dropout.
+
+        Raises:
+            UserError: unknown device, family or dtype, a store that does not fit the model, too small a budget.
+        """
+        try:
+            where = torch.device(device)
+        except RuntimeError as error:
+            raise UserError(f"compute.device {device!r} is not a device", fix='use "cpu" or "cuda"') from error
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"compute.device is {device!r}, but torch sees no CUDA device", fix='use "cpu"')
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        config = load_config(store.path, store.manifest.tie_word_embeddings)
+        skeleton = Skeleton(config, resolve_dtype(dtype, where))
+        weights = LayerWeights(store, skeleton, where, budget_bytes)
+        if budget_bytes is None:
+            room = memory_limit_bytes() // 2
+        else:
+            room = budget_bytes - weights.residency.total_bytes
+        keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
+        engine = cls(store, skeleton, Walk(skeleton, weights, seed), keep_bytes=keep, recompute=recompute)
+        if adapter is not None:
+            engine.attach(adapter)
+        return engine
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.skeleton.config
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.walk.adapter
+
+    def attach(self, adapter: Adapter | None) -> None:
+        """Use this adapter from now on; None: the bare base."""
+        self.walk.attach(adapter)
+
+    def step(
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0
+    ) -> StepOutput:
+        """All micro-batches through all layers and back.
+
+        The loss is the summed cross-entropy divided by `label_tokens` (the whole step's, over all devices).
+        Gradients are added to the adapter parameters' `.grad`, fp32.
+        """
+        if not batches:
+            for p in self.walk.adapter.parameters().values() if self.walk.adapter else ():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            return StepOutput(0.0, 0, 0.0, [])
+        return self.walk.step(
+            batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef
+        )
+
+    def score(self, batches: Sequence[PackedBatch], on_layer: Callable[[int], None] | None = None) -> list[Tensor]:
+        """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""
+        hidden = self.walk.forward(batches, on_layer=on_layer)
+        return [
+            self.walk.log_probabilities(h, b.to(self.walk.weights.device)).cpu() for h, b in zip(hidden, batches, strict=True)
+        ]
+
+    def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Cross-entropy summed per sequence: fp64 [S] per batch."""
+        sums = []
+        for batch, logp_N in zip(batches, self.score(batches), strict=True):
+            sequence_N = torch.searchsorted(batch.starts, batch.score_positions, right=True) - 1
+            sums.append(torch.zeros(len(batch.row_ids), dtype=torch.float64).index_add_(0, sequence_N, -logp_N.double()))
+        return sums
+
+    def logits(self, batch: PackedBatch, positions: Tensor | Sequence[int] | None = None) -> Tensor:
+        """fp32 [n, V]: logits at these positions of the batch (default: all)."""
+        (hidden_TH,) = self.walk.forward([batch])
+        if positions is not None:
+            hidden_TH = hidden_TH[torch.as_tensor(positions, device=hidden_TH.device)]
+        with torch.no_grad():
+            chunks = [self.skeleton.head(hidden_TH[a:b]).float() for a, b in self.walk.head_chunks(hidden_TH.shape[0])]
+        return torch.cat(chunks).cpu()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: set[int],
+        on_token: Callable[[int], None] | None = None,
+    ) -> list[Generation]:  # fmt: skip
+        """Greedy decoding of all prompts together, with a KV cache; each step walks all layers once.
+
+        Args:
+            prompts: token ids, none empty.
+            stop_ids: ids that end an answer (they are not part of it).
+            on_token: called after each step with the number of rows still generating.
+        """
+        rows = len(prompts)
+        if rows == 0:
+            return []
+        cache = KVCache(len(self.skeleton.layers), rows, max(len(p) for p in prompts) + max_new_tokens)
+        device = self.walk.weights.device
+        batch = pack_rows([(list(p), []) for p in prompts])
+        row_T = torch.repeat_interleave(torch.arange(rows), batch.starts[1:] - batch.starts[:-1])
+        cache.expect(row_T.to(device), batch.position_ids.to(device), decoding=False)
+        hidden_TH = self.walk.forward([batch], cache)[0][(batch.starts[1:] - 1).to(device)]
+        answers: list[list[int]] = [[] for _ in range(rows)]
+        finish = ["length"] * rows
+        alive = list(range(rows))
+        for _ in range(max_new_tokens):
+            with torch.no_grad():
+                chosen = torch.cat([self.skeleton.head(hidden_TH[a:b]).float().argmax(-1)
+                                    for a, b in self.walk.head_chunks(hidden_TH.shape[0])]).tolist()  # fmt: skip
+            survivors = []
+            for row, token in zip(alive, chosen, strict=True):
+                if token in stop_ids:
+                    finish[row] = "stop"
+                else:
+                    answers[row].append(token)
+                    survivors.append(row)
+            alive = survivors
+            if on_token is not None:
+                on_token(len(alive))
+            if not alive or len(answers[alive[0]]) >= max_new_tokens:
+                break
+            new = pack_rows([([answers[r][-1]], []) for r in alive])
+            position = torch.tensor([len(prompts[r]) + len(answers[r]) - 1 for r in alive])
+            step = PackedBatch(new.input_ids, position, new.visible_until, new.starts, new.score_positions, new.score_tokens,
+                               new.row_ids)  # fmt: skip
+            cache.expect(torch.tensor(alive, device=device), position.to(device), decoding=True)
+            hidden_TH = self.walk.forward([step], cache)[0]
+        return [Generation(ids, why) for ids, why in zip(answers, finish, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """What is in effect, for the receipt."""
+        residency = self.walk.weights.residency
+        names = {v: k for k, v in DTYPES.items()}
+        return {
+            "device": str(self.walk.weights.device), "dtype": names[self.skeleton.dtype], "threads": torch.get_num_threads(),
+            "kernels": backend(), "attention": attention.NAME, "experts": experts.NAME, "base_dropout": 0.0,
+            "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
+            "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
+            "recompute": self.recompute, "saved_bytes_per_token_and_layer": self.walk.saved_bytes_per_token,
+            "tie_word_embeddings": self.store.manifest.tie_word_embeddings,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.walk.weights.close()

@@ -1,0 +1,369 @@
+"""The layer-major walk.
+
+All micro-batches of an optimizer step pass through layer i before layer i + 1 is touched; then the walk
+turns around on the layer it holds and goes back the same way. Each layer's packed bytes are thus needed
+twice per step, however many micro-batches there are, and are dequantised once per pass. Going back, a layer
+is recomputed from its boundary input, or its kept graph is used; both give the same bits.
+
+Memory: the dequantised buffer of one layer, one layer's activations for one micro-batch (or, kept, all of
+them), and one boundary activation [T, H] per layer and micro-batch.
+
+Shape suffixes: T tokens, H hidden, N scored pairs, V vocabulary, S sequences, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lamella.adapter import Adapter, SiteSpec
+from lamella.engine.weights import LayerWeights
+from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
+from lamella.models.layout import PackedBatch
+from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
+from lamella.models.skeleton import LayerCall, Skeleton
+
+LOGITS_BYTES = 64 << 20
+"""Largest block of fp32 logits alive at once; longer batches pass the head in chunks of positions."""
+
+
+@dataclass
+class StepOutput:
+    """What one optimizer step's walk found.
+
+    Attributes:
+        loss_sum: cross-entropy summed over the label tokens of these batches (nats).
+        label_tokens: how many label tokens these batches hold.
+        aux: router balancing loss of these batches' tokens, not multiplied by its coefficient; 0 for dense models.
+        peaks: largest |hidden state| after each layer; NaN or infinite where a layer's output was.
+    """
+
+    loss_sum: float
+    label_tokens: int
+    aux: float
+    peaks: list[float]
+
+    def first_bad_layer(self) -> int | None:
+        """First layer whose output was not finite, or None."""
+        for i, peak in enumerate(self.peaks):
+            if not (peak < float("inf")):
+                return i
+        return None
+
+
+@dataclass
+class _Item:
+    """A micro-batch on its way through the layers."""
+
+    batch: PackedBatch
+    layout: AttentionLayout
+    hidden: Tensor
+    calls: list[LayerCall]
+    row_keys_T: Tensor | None
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    graphs: dict[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
+
+
+@dataclass
+class _Routing:
+    """Expert counts and probability sums over all MoE layers and tokens of the step."""
+
+    count_E: Tensor | None = None
+    probability_E: Tensor | None = None
+    rows: int = 0
+
+    def add(self, logits: Tensor, top_k: int) -> None:
+        probability = torch.softmax(logits.detach().float(), dim=-1)
+        chosen = probability.topk(top_k, dim=-1).indices
+        count = torch.bincount(chosen.flatten(), minlength=probability.shape[-1]).double()
+        self.count_E = count if self.count_E is None else self.count_E + count
+        summed = probability.double().sum(0)
+        self.probability_E = summed if self.probability_E is None else self.probability_E + summed
+        self.rows += logits.shape[0]
+
+    def loss(self) -> float:
+        """Switch Transformers' balancing loss (Fedus et al. 2021, eq. 4-6) over all layers and tokens together."""
+        if self.count_E is None or self.probability_E is None:
+            return 0.0
+        experts = self.count_E.numel()
+        return float(experts * (self.count_E / self.rows) @ (self.probability_E / self.rows))
+
+
+def _mixed(value: int) -> int:
+    """64-bit product wrapped into int64."""
+    wrapped = value & 0xFFFFFFFFFFFFFFFF
+    return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
+
+
+class Walk:
+    """Drives a skeleton's layers with borrowed weights.
+
+    Args:
+        skeleton: weightless model; its prologue and head already have weights.
+        weights: dequantises a layer into the place its modules look at.
+        seed: of dropout.
+    """
+
+    def __init__(self, skeleton: Skeleton, weights: LayerWeights, seed: int = 0) -> None:
+        self.skeleton, self.weights, self.seed = skeleton, weights, seed
+        self.adapter: Adapter | None = None
+        self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
+        self.saved_bytes_per_token: float | None = None
+        self._captured: list[Tensor] = []
+        self._routers = skeleton.routers()
+        for module, which in self._routers.values():
+            module.register_forward_hook(lambda _m, _a, out, which=which: self._captured.append(
+                out[which] if isinstance(out, tuple) else out))  # fmt: skip
+        self.top_k = int(getattr(skeleton.config, "num_experts_per_tok", 0) or 0)
+
+    # ---- adapters -------------------------------------------------------------------------------
+
+    def _owner(self, site: SiteSpec) -> Any:
+        return self.skeleton.layers[site.layer].get_submodule(site.path)
+
+    def attach(self, adapter: Adapter | None) -> None:
+        """Make this the adapter of all further passes; None: the bare base."""
+        if self.adapter is not None:
+            for site in self.adapter.sites.values():
+                owner = self._owner(site)
+                if site.parameter is None:
+                    owner.lora = None
+                else:
+                    owner.__dict__.pop("lamella_lora", None)
+                    owner.__dict__.pop("lamella_hits", None)
+        self.adapter = adapter
+        self.leaves = {}
+        if adapter is not None:
+            for site in adapter.sites.values():
+                if site.parameter is not None:
+                    owner = self._owner(site)
+                    owner.__dict__.setdefault("lamella_lora", {})
+                    owner.__dict__["lamella_hits"] = torch.zeros(int(site.experts or 0), dtype=torch.int64)
+
+    def expert_hits(self) -> dict[str, list[int]]:
+        """Tokens each adapted expert module has seen so far: module name -> count per expert."""
+        hits = {}
+        if self.adapter is not None:
+            for site in self.adapter.sites.values():
+                if site.parameter is not None:
+                    hits[site.key.rpartition(".")[0]] = self._owner(site).__dict__["lamella_hits"].tolist()
+        return hits
+
+    def _fresh_leaves(self, grad: bool) -> None:
+        """Compute-dtype views of the masters, hung into the modules."""
+        if self.adapter is None:
+            return
+        device = self.weights.device
+        for key, site in self.adapter.sites.items():
+            a, b = (p.detach().to(device, self.skeleton.dtype).requires_grad_(grad) for p in self.adapter.pair(key))
+            self.leaves[key] = (a, b)
+            dropout = self.adapter.dropout if grad else 0.0
+            hung = LoraSite(a, b, site.scale, dropout, site.index)
+            owner = self._owner(site)
+            if site.parameter is None:
+                assert isinstance(owner, FrozenLinear)
+                owner.lora = hung
+            else:
+                owner.__dict__["lamella_lora"][site.parameter] = hung
+
+    # ---- one layer ------------------------------------------------------------------------------
+
+    def _enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> _Item:
+        batch = batch.to(self.weights.device)
+        with torch.no_grad():
+            hidden, calls = self.skeleton.prologue(batch.input_ids, batch.position_ids)
+        keys = None
+        if step_index is not None and self.adapter is not None and self.adapter.dropout > 0:
+            keys = self._row_keys(batch, step_index)
+        return _Item(batch, AttentionLayout(batch, cache), hidden, calls, keys)
+
+    def _row_keys(self, batch: PackedBatch, step_index: int) -> Tensor:
+        row_S = torch.tensor(batch.row_ids, dtype=torch.int64, device=batch.input_ids.device)
+        row_T = torch.repeat_interleave(row_S, batch.starts[1:] - batch.starts[:-1])
+        key = row_T * _mixed(0x9E3779B97F4A7C15) + batch.position_ids * _mixed(0xC2B2AE3D27D4EB4F)
+        return key + _mixed((step_index + 1) * 0x165667B19E3779F9 + (self.seed + 1) * 0x27D4EB2F165667C5)
+
+    def _run(self, item: _Item, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One layer on one micro-batch: output, and router logits where the layer has a router."""
+        self._captured.clear()
+        DropoutClock.row_keys_T = item.row_keys_T
+        calls = item.layout.calls
+        with item.layout.use():
+            out = self.skeleton.run_layer(layer, hidden, item.calls[layer])
+        DropoutClock.row_keys_T = None
+        if item.layout.calls != calls + 1:
+            raise AttentionRefused(
+                f"layer {layer} ({type(self.skeleton.layers[layer]).__name__}) does not go through the attention interface once",
+                fix="linear attention and other mixers are not supported yet",
+            )
+        return out, (self._captured[0].reshape(-1, self._captured[0].shape[-1]) if self._captured else None)
+
+    def forward(
+        self, batches: Sequence[PackedBatch], cache: KVCache | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Last boundary of every batch, [T, H], without gradients."""
+        with torch.no_grad():
+            self._fresh_leaves(grad=False)
+            items = [self._enter(b, None, cache) for b in batches]
+            for i in range(len(self.skeleton.layers)):
+                self.weights.bind(i)
+                for item in items:
+                    item.hidden, _ = self._run(item, i, item.hidden)
+                if on_layer is not None:
+                    on_layer(i)
+            return [item.hidden[0] for item in items]
+
+    # ---- the head -------------------------------------------------------------------------------
+
+    def head_chunks(self, positions: int) -> list[tuple[int, int]]:
+        rows = max(16, LOGITS_BYTES // (4 * self.skeleton.config.vocab_size))
+        return [(a, min(a + rows, positions)) for a in range(0, positions, rows)]
+
+    def log_probabilities(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
+        """fp32 [N]: log p of each scored pair."""
+        position_U, of_N = torch.unique(batch.score_positions, return_inverse=True)
+        out_N = torch.empty(batch.score_tokens.numel(), dtype=torch.float32, device=hidden_TH.device)
+        with torch.no_grad():
+            for a, b in self.head_chunks(position_U.numel()):
+                logp_UV = torch.log_softmax(self.skeleton.head(hidden_TH[position_U[a:b]]).float(), dim=-1)
+                mine = ((of_N >= a) & (of_N < b)).nonzero().flatten()
+                out_N[mine] = logp_UV[of_N[mine] - a, batch.score_tokens[mine]]
+        return out_N
+
+    def _loss_and_gradient(self, item: _Item, label_tokens: int) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H]."""
+        batch, hidden_TH = item.batch, item.hidden[0]
+        total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
+        grad_TH = torch.zeros_like(hidden_TH)
+        for a, b in self.head_chunks(batch.score_tokens.numel()):
+            position = batch.score_positions[a:b]
+            leaf = hidden_TH[position].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = F.cross_entropy(self.skeleton.head(leaf).float(), batch.score_tokens[a:b], reduction="sum")
+                (grad,) = torch.autograd.grad(loss / label_tokens, leaf)
+            total += loss.detach()
+            grad_TH.index_add_(0, position, grad)
+        return total, grad_TH[None]
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def step(
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, keep_bytes: int, aux_coef: float
+    ) -> StepOutput:
+        """Forward and backward of all micro-batches; adds into the adapter parameters' `.grad` (fp32).
+
+        Args:
+            batches: the micro-batches of this step (of this device).
+            step_index: seeds dropout.
+            label_tokens: label tokens of the whole step, over all devices; the loss is divided by it.
+            keep_bytes: activations of all layers are kept when they take at most this; else recomputed.
+            aux_coef: weight of the router balancing loss.
+        """
+        adapter = self.adapter
+        assert adapter is not None, "no adapter attached"
+        layers, first = len(self.skeleton.layers), adapter.first_layer
+        self._fresh_leaves(grad=True)
+        items = [self._enter(b, step_index) for b in batches]
+        keep = self._keeps(items, keep_bytes, layers - first)
+        routing = _Routing()
+        peaks = torch.zeros(layers, device=self.weights.device)
+        for i in range(layers):
+            self.weights.bind(i)
+            for item in items:
+                if keep is None and i == first:
+                    keep = self._measure_and_decide(item, i, items, keep_bytes, layers - first)
+                router = self._forward_one(item, i, i >= first, bool(keep))
+                if router is not None:
+                    routing.add(router, self.top_k)
+                peaks[i] = torch.maximum(peaks[i], item.hidden.detach().abs().amax().float())
+        loss = torch.zeros((), dtype=torch.float64, device=self.weights.device)
+        gradients = []
+        for item in items:
+            total, gradient = self._loss_and_gradient(item, label_tokens)
+            loss += total
+            gradients.append(gradient)
+        for i in reversed(range(first, layers)):
+            self.weights.bind(i)
+            for m, item in enumerate(items):
+                gradients[m] = self._backward_one(item, i, gradients[m], routing, aux_coef, i > first)
+        count = sum(int(b.score_tokens.numel()) for b in batches)
+        return StepOutput(float(loss), count, routing.loss(), peaks.tolist())
+
+    def _keeps(self, items: list[_Item], keep_bytes: int, layers: int) -> bool | None:
+        if keep_bytes <= 0:
+            return False
+        if self.saved_bytes_per_token is None:
+            return None
+        return self.saved_bytes_per_token * sum(i.batch.tokens for i in items) * layers <= keep_bytes
+
+    def _measure_and_decide(self, item: _Item, layer: int, items: list[_Item], keep_bytes: int, layers: int) -> bool:
+        """Run one layer once to see how many bytes autograd keeps per token, then decide for the step."""
+        seen: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if not t.is_leaf:
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        hidden = item.hidden.detach().requires_grad_()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            self._run(item, layer, hidden)
+        self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
+        return bool(self._keeps(items, keep_bytes, layers))
+
+    def _forward_one(self, item: _Item, i: int, trains: bool, keep: bool) -> Tensor | None:
+        if not trains:
+            with torch.no_grad():
+                item.hidden, router = self._run(item, i, item.hidden)
+        elif keep:
+            hidden = item.hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                out, router = self._run(item, i, hidden)
+            item.graphs[i] = (hidden, out, router)
+            item.hidden = out.detach()
+        else:
+            item.inputs[i] = item.hidden
+            with torch.no_grad():
+                item.hidden, router = self._run(item, i, item.hidden)
+        return router
+
+    def _backward_one(
+        self, item: _Item, i: int, grad_out: Tensor, routing: _Routing, aux_coef: float, needs_input: bool
+    ) -> Tensor:
+        """Gradient at the layer's input; adapter gradients are added to the masters."""
+        assert self.adapter is not None
+        if i in item.graphs:
+            hidden, out, router = item.graphs.pop(i)
+        else:
+            hidden = item.inputs.pop(i).detach().requires_grad_(needs_input)
+            with torch.enable_grad():
+                out, router = self._run(item, i, hidden)
+        sites = self.adapter.layer_sites(i)
+        leaves = [leaf for s in sites for leaf in self.leaves[s.key]]
+        wanted = ([hidden] if needs_input else []) + leaves
+        outputs, grads = [out], [grad_out]
+        if aux_coef and router is not None and routing.count_E is not None and router.requires_grad:
+            weight_E = (routing.count_E * (aux_coef * routing.count_E.numel() / routing.rows**2)).float()
+            with torch.enable_grad():
+                outputs.append(torch.softmax(router.float(), dim=-1).sum(0) @ weight_E)
+            grads.append(torch.ones_like(outputs[-1]))
+        if not wanted or not out.requires_grad:
+            return grad_out
+        found = list(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        grad_in = found.pop(0) if needs_input else grad_out
+        for site, a, b in zip(sites, found[::2], found[1::2], strict=True):
+            for master, grad in zip(self.adapter.pair(site.key), (a, b), strict=True):
+                if grad is None:
+                    continue
+                grad = grad.to(master.device, torch.float32)
+                if master.grad is None:
+                    master.grad = grad.clone()
+                else:
+                    master.grad += grad
+        return grad_in

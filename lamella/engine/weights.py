@@ -1,0 +1,274 @@
+"""Where the base weights are, and how a layer's come to its modules.
+
+Every layer's quantised parameters are views of one shared buffer in the compute dtype: dequantising layer i
+into it is all that binding takes. Small tensors that were kept in 16 bit (norms, biases, routers) stay in memory.
+Packed layers are held in memory as far as the budget goes; the others are read from the store into two slots,
+the next one ahead of its turn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lamella.errors import UserError
+from lamella.models.binding import ParamPlan, plan_binding
+from lamella.models.skeleton import Skeleton
+from lamella.store.reader import GroupKey, PackedGroup, Store
+from lamella.store.verify import read_exactly
+
+ALIGN_BYTES = 64
+
+
+def aligned_bytes(n: int, pin: bool = False) -> Tensor:
+    """uint8 [n], its data aligned to 64 bytes; pinned when asked (for copies to a GPU)."""
+    raw = torch.empty(n + ALIGN_BYTES, dtype=torch.uint8, pin_memory=pin)
+    skip = -raw.data_ptr() % ALIGN_BYTES
+    return raw[skip : skip + n]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Dequantise these stored tensors, one after the other, into `out`."""
+
+    names: tuple[str, ...]
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Which packed layers stay in memory, and what it takes (bytes).
+
+    `fixed`: outer tensors, small tensors, dequantised buffer; `slots`: two packed layers when any is streamed.
+    """
+
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
+    fixed_bytes: int
+    packed_bytes: int
+    slot_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.packed_bytes + self.slot_bytes
+
+
+def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None) -> Residency:
+    """Keep as many packed layers as fit the budget, lowest first; the rest is streamed through two slots.
+
+    Raises:
+        UserError: the budget does not even hold the fixed part and two slots.
+    """
+    everything = fixed_bytes + sum(group_bytes)
+    layers = len(group_bytes)
+    if budget_bytes is None or everything <= budget_bytes:
+        return Residency(tuple(range(layers)), (), fixed_bytes, sum(group_bytes), 0)
+    slots = 2 * max(group_bytes)
+    if fixed_bytes + slots > budget_bytes:
+        raise UserError(
+            f"memory.budget is {budget_bytes / 1e6:.0f} MB, but embeddings, head, one dequantised layer and two packed layers "
+            f"take {(fixed_bytes + slots) / 1e6:.0f} MB",
+            fix=f"set memory.budget to {(fixed_bytes + slots) * 1.2 / 1e6:.0f}MB or more",
+        )
+    left = budget_bytes - fixed_bytes - slots
+    resident = []
+    for i, size in enumerate(group_bytes):
+        if size > left:
+            break
+        left -= size
+        resident.append(i)
+    kept = sum(group_bytes[i] for i in resident)
+    return Residency(tuple(resident), tuple(range(len(resident), layers)), fixed_bytes, kept, slots)
+
+
+class LayerWeights:
+    """Base weights of one model on one device.
+
+    Args:
+        store: the layer store.
+        skeleton: weightless model; gets its outer tensors, its small tensors and views for all others.
+        device: where layers run.
+        budget_bytes: for packed layers and fixed parts; None: everything stays in memory.
+
+    Raises:
+        UserError: names, shapes or budget that do not work out.
+    """
+
+    def __init__(self, store: Store, skeleton: Skeleton, device: torch.device, budget_bytes: int | None = None) -> None:
+        self.store, self.skeleton, self.device = store, skeleton, device
+        self.bound: int | None = None
+        shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
+        self.plans = plan_binding(skeleton, shapes, str(store.path))
+        self._formats = {r.name: r.format for key, _ in store.manifest.groups() for r in store.records(key)}
+        by_layer: dict[int | None, list[ParamPlan]] = {}
+        for plan in self.plans.values():
+            by_layer.setdefault(plan.layer, []).append(plan)
+        self._by_layer = by_layer
+        layers = len(skeleton.layers)
+        self._buffer = torch.empty(
+            max((self._quantised_numel(by_layer.get(i, [])) for i in range(layers)), default=0),
+            dtype=skeleton.dtype, device=device,
+        )  # fmt: skip
+        fixed = self._buffer.nbytes + self._kept_bytes()
+        self.residency = plan_residency([store.group_bytes(i) for i in range(layers)], fixed, budget_bytes)
+        self._pin = device.type == "cuda"
+        self._packed: dict[int, PackedGroup] = {}
+        self._bind_outer()
+        self._fills: list[list[Fill]] = []
+        for i in range(layers):
+            small = self._small_tensors(i)
+            self._fills.append(self._bind_layer(by_layer.get(i, []), small))
+        self._start_slots()
+
+    # ---- sizes ----------------------------------------------------------------------------------
+
+    def _is_quantised(self, plan: ParamPlan) -> bool:
+        return self._formats[plan.pieces[0].source] == "nf4"
+
+    def _quantised_numel(self, plans: list[ParamPlan]) -> int:
+        return sum(_padded(torch.Size(p.shape).numel()) for p in plans if self._is_quantised(p))
+
+    def _kept_bytes(self) -> int:
+        size = self.skeleton.dtype.itemsize
+        return sum(torch.Size(p.shape).numel() * size for p in self.plans.values() if not self._is_quantised(p))
+
+    # ---- binding --------------------------------------------------------------------------------
+
+    def _bind_outer(self) -> None:
+        group = self.store.load("outer")
+        tensors = {}
+        for plan in self._by_layer.get(None, []):
+            (piece,) = plan.pieces
+            dtype = self._dtype_of(plan.name)
+            stored = group.raw(piece.source)
+            tensors[plan.name] = stored.to(self.device, dtype, copy=False)
+        for name, old in list(self.skeleton.model.state_dict(keep_vars=True).items()):
+            if name in tensors:
+                for module in self.skeleton.model.modules():  # every place that holds the old one: tied heads too
+                    for key, p in {**module._parameters, **module._buffers}.items():
+                        if p is old:
+                            _set(module, key, tensors[name])
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        model = self.skeleton.model
+        strict = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
+        if self.skeleton.dtype == torch.float16:
+            strict += [*(getattr(model, "_keep_in_fp32_modules", None) or [])]
+        return torch.float32 if any(part in name.split(".") for part in strict) else self.skeleton.dtype
+
+    def _small_tensors(self, i: int) -> dict[str, Tensor]:
+        """Tensors of layer i kept in 16 bit. A resident layer is loaded here; of a streamed one only these are read."""
+        if i in self.residency.resident:
+            packed = self.store.load(i, aligned_bytes(self.store.group_bytes(i), self._pin))
+            self._packed[i] = packed
+            return {r.name: packed.raw(r.name) for r in self.store.records(i) if r.format == "raw"}
+        return read_raw(self.store, i)
+
+    def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
+        fills, offset = [], 0
+        for plan in plans:
+            assert plan.layer is not None
+            layer = self.skeleton.layers[plan.layer]
+            path, _, key = plan.name.removeprefix(f"{self.skeleton.prefix}.{plan.layer}.").rpartition(".")
+            module = layer.get_submodule(path)
+            if self._is_quantised(plan):
+                numel = torch.Size(plan.shape).numel()
+                view = self._buffer[offset : offset + numel].view(plan.shape)
+                offset += _padded(numel)
+                pieces = sorted(plan.pieces, key=lambda p: p.at)
+                fills.append(Fill(tuple(p.source for p in pieces), view))
+            else:
+                view = torch.empty(plan.shape, dtype=self._dtype_of(plan.name), device=self.device)
+                for piece in plan.pieces:
+                    piece.view(view).copy_(small[piece.source])
+            _set(module, key, view)
+        return fills
+
+    # ---- at work --------------------------------------------------------------------------------
+
+    def _start_slots(self) -> None:
+        self._slots: list[Tensor] = []
+        self._loading: dict[int, Future[PackedGroup]] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        if self.residency.streamed:
+            size = max(self.store.group_bytes(i) for i in self.residency.streamed)
+            self._slots = [aligned_bytes(size, self._pin) for _ in range(2)]
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read")
+        self._slot_of: dict[int, int] = {}
+
+    def _request(self, i: int, keep: int | None) -> None:
+        """Start reading streamed layer i into the slot that does not hold layer `keep`."""
+        if i in self._loading or i not in self.residency.streamed:
+            return
+        assert self._reader is not None
+        slot = 1 - self._slot_of[keep] if keep in self._slot_of else 0
+        for other in [k for k, s in self._slot_of.items() if s == slot]:
+            del self._slot_of[other]
+            self._loading.pop(other)
+        self._slot_of[i] = slot
+        self._loading[i] = self._reader.submit(self.store.load, i, self._slots[slot])
+
+    def packed(self, i: int) -> PackedGroup:
+        """Layer i's bytes, read now if they are not here; the next layer of the walk is read ahead."""
+        if i in self._packed:
+            return self._packed[i]
+        self._request(i, self.bound)
+        return self._loading[i].result()
+
+    def bind(self, i: int) -> None:
+        """Bring layer i's weights into its modules; nothing to do when it is the one at work."""
+        if self.bound == i:
+            return
+        before, packed = self.bound, self.packed(i)
+        for fill in self._fills[i]:
+            self._dequantize(packed, fill)
+        torch.autograd.graph.increment_version(self._buffer)
+        self.bound = i
+        ahead = i + 1 if before is None or before < i else i - 1
+        if 0 <= ahead < len(self._fills):
+            self._request(ahead, i if i in self._slot_of else None)
+
+    def _dequantize(self, packed: PackedGroup, fill: Fill) -> None:
+        packed.dequantize_many(fill.names, fill.out)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.shutdown()
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // 64) * 64
+
+
+def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
+    if key in module._parameters:
+        module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[key] = tensor
+
+
+def read_raw(store: Store, i: GroupKey) -> dict[str, Tensor]:
+    """Only the `raw` tensors of a group, without reading the rest of its file."""
+    group = store.manifest.outer if i == "outer" else store.manifest.layers[i]
+    file = Path(store.path / group.file)
+    tensors = {}
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        for record in group.tensors:
+            if record.format == "raw":
+                offset, nbytes = record.parts["data"]
+                data = torch.empty(nbytes, dtype=torch.uint8)
+                read_exactly(fd, memoryview(data.numpy()), offset, file)
+                tensors[record.name] = data.view(getattr(torch, record.dtype)).view(record.shape)
+    finally:
+        os.close(fd)
+    return tensors
+
+
+Progress = Callable[[int], None]

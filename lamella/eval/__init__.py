@@ -1,0 +1,1 @@
+"""Classification tasks measured: predictions, metrics with intervals, one table of systems."""

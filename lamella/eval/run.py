@@ -1,0 +1,230 @@
+"""One system measured on one task: `evaluate` -> `SystemResult`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+from torch import Tensor
+
+from lamella.console import progress
+from lamella.errors import UserError
+from lamella.eval.labels import THINK_CLOSE, THINK_OPEN, parse_generation
+from lamella.eval.metrics import Metrics, Prediction, measure
+from lamella.eval.scoring import Ids, score_prompts
+from lamella.eval.task import Task, TaskRow
+from lamella.eval.trie import LabelTrie
+from lamella.models.layout import PackedBatch
+
+Mode = Literal["likelihood", "constrained", "generate"]
+
+
+class PromptEncoder(Protocol):
+    """Messages to token ids, the way training encodes them: prompt and answer apart, then joined."""
+
+    @property
+    def stop_ids(self) -> Collection[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> Sequence[int]:
+        """The prompt up to where the answer begins."""
+        ...
+
+    def answer_ids(self, text: str) -> Sequence[int]:
+        """An answer with its terminator."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        ...
+
+
+class Generated(Protocol):
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def finish(self) -> str: ...
+
+
+class EvalEngine(Protocol):
+    """What evaluation needs of the engine."""
+
+    @property
+    def config(self) -> Any: ...
+    def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int]
+    ) -> Sequence[Generated]: ...
+
+
+@dataclass(frozen=True)
+class SystemResult:
+    """One system's answers and figures."""
+
+    name: str
+    mode: str
+    shots: int
+    predictions: tuple[Prediction, ...]
+    metrics: Metrics
+    seconds: float
+
+    @property
+    def seconds_per_row(self) -> float:
+        return self.seconds / len(self.predictions)
+
+
+def summarise(
+    task: Task, name: str, predictions: Sequence[Prediction], *, mode: str, shots: int = 0, start_s: float, seed: int,
+    resamples: int,
+) -> SystemResult:  # fmt: skip
+    """Measure predictions; `start_s` is the `time.monotonic()` at which the system began."""
+    seconds = time.monotonic() - start_s
+    metrics = measure(predictions, task.labels, resamples=resamples, seed=seed)
+    return SystemResult(name, mode, shots, tuple(predictions), metrics, seconds)
+
+
+def evaluate(
+    task: Task,
+    engine: EvalEngine,
+    encoder: PromptEncoder,
+    *,
+    mode: Mode = "likelihood",
+    shots: int = 0,
+    name: str | None = None,
+    batch_tokens: int = 4096,
+    walk_tokens: int = 65536,
+    length_normalise: bool = False,
+    max_new_tokens: int | None = None,
+    seed: int = 0,
+    resamples: int = 1000,
+) -> SystemResult:
+    """Ask the model for every test row's label.
+
+    Args:
+        mode: "likelihood": the label whose tokens and terminator are likeliest; "constrained": what greedy decoding
+            writes when it may write labels only; "generate": greedy decoding without limits, then parsed.
+        shots: few-shot examples per prompt, from the tenant's training rows.
+        batch_tokens: token budget of a micro-batch; changes memory and speed, not the numbers.
+        walk_tokens: token budget of all batches that go through the layers together.
+        length_normalise: compare log-probabilities per label token ("likelihood" only).
+        max_new_tokens: limit of "generate"; None: the task's.
+        seed: chooses few-shot examples and resamples.
+
+    Raises:
+        UserError: unknown mode, a prompt beyond the model's context, too few training rows for the shots, labels
+            that cannot be told apart.
+    """
+    if mode not in get_args(Mode):
+        raise UserError(f"unknown mode {mode!r}", fix=f"use one of {', '.join(get_args(Mode))}")
+    start_s = time.monotonic()
+    name = name or (f"{shots}-shot" if shots else "zero-shot")
+    limit = max_new_tokens or task.config.max_new_tokens
+    predictions: list[Prediction] = []
+    with progress(f"eval {name}", len(task.test), "rows") as meter:
+        for tenant in task.tenants:
+            rows = task.rows_of(tenant)
+            examples = task.choose_shots(tenant, shots, seed)
+            prompts = [tuple(encoder.prompt_ids(task.messages(r, examples))) for r in rows]
+            if mode == "generate":
+                _check_context(engine, rows, prompts, limit)
+                predictions += _generate(
+                    task, engine, encoder, rows, prompts, limit, walk_tokens, lambda n: meter.advance(n)
+                )
+                continue
+            trie = LabelTrie(task.labels[tenant], [encoder.answer_ids(label) for label in task.labels[tenant]])
+            _check_context(engine, rows, prompts, max(map(len, trie.paths)) - 1)
+            _check_thinking(encoder, prompts[0], mode)
+            edges_NE = score_prompts(
+                engine, prompts, trie, batch_tokens=batch_tokens, walk_tokens=walk_tokens, on_rows=meter.advance
+            )
+            predictions += _label_predictions(rows, trie, edges_NE, mode, length_normalise)
+    return summarise(task, name, predictions, mode=mode, shots=shots, start_s=start_s, seed=seed, resamples=resamples)
+
+
+def _check_context(engine: EvalEngine, rows: Sequence[TaskRow], prompts: Sequence[Ids], answer_tokens: int) -> None:
+    text_config = getattr(engine.config, "text_config", None) or engine.config
+    context = getattr(text_config, "max_position_embeddings", None)
+    if context is None:
+        return
+    for row, ids in zip(rows, prompts, strict=True):
+        if len(ids) + answer_tokens > context:
+            raise UserError(
+                f"row {row.id!r} of tenant {row.tenant!r}: {len(ids)} prompt tokens and up to {answer_tokens} answer "
+                f"tokens do not fit the model's context of {context}",
+                fix="use fewer few-shot examples, a shorter prompt, or leave the row out",
+            )
+
+
+def _thinking_opened(encoder: PromptEncoder, prompt: Ids) -> bool:
+    text = encoder.decode(prompt[-8:])
+    return text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE)
+
+
+def _check_thinking(encoder: PromptEncoder, prompt: Ids, mode: str) -> None:
+    if _thinking_opened(encoder, prompt):
+        raise UserError(
+            f"the chat template opens {THINK_OPEN} where the answer begins, so mode {mode!r} would score reasoning",
+            fix="use --mode generate, or a chat template without reasoning",
+        )
+
+
+def _label_predictions(
+    rows: Sequence[TaskRow], trie: LabelTrie, edges_NE: np.ndarray, mode: Mode, length_normalise: bool
+) -> list[Prediction]:
+    scores_NL = trie.likelihoods(edges_NE, length_normalise=length_normalise and mode == "likelihood")
+    found = []
+    for n, row in enumerate(rows):
+        scores_L = scores_NL[n]
+        best = trie.greedy(edges_NE[n]) if mode == "constrained" else int(np.argmax(scores_L))  # first of equals
+        weights_L = np.exp(scores_L - scores_L.max())
+        ranked = np.sort(scores_L)
+        assert row.id is not None
+        found.append(
+            Prediction(
+                row.tenant,
+                row.id,
+                row.document,
+                row.label,
+                trie.labels[best],
+                scores=dict(zip(trie.labels, map(float, scores_L), strict=True)),
+                probabilities=dict(zip(trie.labels, map(float, weights_L / weights_L.sum()), strict=True)),
+                margin=float(ranked[-1] - ranked[-2]),
+            )
+        )
+    return found
+
+
+def _generate(
+    task: Task, engine: EvalEngine, encoder: PromptEncoder, rows: Sequence[TaskRow], prompts: Sequence[Ids], limit: int,
+    walk_tokens: int, on_rows: Callable[[int], None],
+) -> list[Prediction]:  # fmt: skip
+    found: list[Prediction] = []
+    parser = task.parser_of(rows[0].tenant)
+    at = 0
+    while at < len(rows):
+        end, filled = at, 0
+        while end < len(rows) and (end == at or filled + len(prompts[end]) + limit <= walk_tokens):
+            filled += len(prompts[end]) + limit
+            end += 1
+        outputs = engine.generate(prompts[at:end], max_new_tokens=limit, stop_ids=encoder.stop_ids)
+        for row, prompt, output in zip(rows[at:end], prompts[at:end], outputs, strict=True):
+            assert output.finish in ("stop", "length"), output.finish
+            assert row.id is not None
+            ids = list(output.ids)
+            while ids and ids[-1] in encoder.stop_ids:
+                ids.pop()
+            read = parse_generation(
+                encoder.decode(ids), stopped=output.finish == "stop", parser=parser,
+                thinking_opened=_thinking_opened(encoder, prompt),
+            )  # fmt: skip
+            found.append(
+                Prediction(row.tenant, row.id, row.document, row.label, read.label, read.status, output=read.answer,
+                           reasoning=read.reasoning or None)
+            )  # fmt: skip
+        on_rows(end - at)
+        at = end
+    return found

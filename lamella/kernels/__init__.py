@@ -1,0 +1,196 @@
+"""NF4 quantise and dequantise, and dropout masks; one dispatch. Knows no models.
+
+CPU tensors go to the C kernels (AVX-512, AVX2 or portable, by what the machine has), built on first
+use if need be; without a compiler, plain torch is used and says so. Tensors on other devices go to
+plain torch (`reference.py`). All paths give the same bits. `LAMELLA_KERNELS` forces one of
+`c-avx512`, `c-avx2`, `c-portable`, `torch`.
+
+Results do not depend on the number of threads, with one exception taken over from bitsandbytes:
+`offset` of a double-quantised tensor is torch's mean, whose last bit may.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamella import console
+from lamella.errors import UserError
+from lamella.kernels import build, reference
+from lamella.kernels.layout import AbsmaxState
+from lamella.kernels.library import ISAS, CpuKernels, load
+
+__all__ = [
+    "BACKENDS", "AbsmaxState", "backend", "dequantize_absmax", "dequantize_nf4", "keep_mask", "quantize_absmax",
+    "quantize_nf4", "resolve",
+]  # fmt: skip
+
+BACKENDS = ("c-avx512", "c-avx2", "c-portable", "torch")
+
+
+class Kernels(Protocol):
+    """What a backend offers; the functions of this module say what each does."""
+
+    def quantize_nf4(
+        self,
+        x: Tensor,
+        block_size: int = 64,
+        *,
+        codes: Tensor | None = None,
+        absmax: Tensor | None = None,
+        threads: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def quantize_absmax(self, absmax: Tensor, *, threads: int | None = None) -> AbsmaxState: ...
+
+    def dequantize_absmax(
+        self, state: AbsmaxState, *, out: Tensor | None = None, threads: int | None = None
+    ) -> Tensor: ...
+
+    def dequantize_nf4(
+        self,
+        codes: Tensor,
+        absmax: Tensor | AbsmaxState,
+        out: Tensor,
+        block_size: int = 64,
+        *,
+        stream: bool | None = None,
+        threads: int | None = None,
+    ) -> Tensor: ...
+
+    def keep_mask(self, row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor: ...
+
+
+def resolve(name: str | None = None) -> tuple[str, Kernels]:
+    """A backend by its name, or the best this machine has.
+
+    Raises:
+        UserError: `name` is unknown, this machine lacks its instructions, or it cannot be built.
+    """
+    if name is not None and name not in BACKENDS:
+        raise UserError(f"unknown kernels {name!r}", fix=f"set LAMELLA_KERNELS to one of {', '.join(BACKENDS)}")
+    if name == "torch":
+        return name, reference
+    try:
+        lib = load(build.find() or build.build())
+    except (build.CompileError, OSError) as error:
+        if name is not None:
+            raise UserError(f"kernels {name!r} cannot be loaded: {error}") from error
+        console.notice(f"CPU kernels unavailable, plain torch is used instead (slower): {error}")
+        return "torch", reference
+    if name is None:
+        name = next(n for n in BACKENDS if n in ISAS and CpuKernels.supported(lib, n))
+    elif not CpuKernels.supported(lib, name):
+        raise UserError(f"this machine cannot run {name!r}", fix="unset LAMELLA_KERNELS")
+    return name, CpuKernels(lib, name)
+
+
+@cache
+def _resolved() -> tuple[str, Kernels]:
+    return resolve(os.environ.get("LAMELLA_KERNELS") or None)
+
+
+def backend() -> str:
+    """Backend of CPU tensors: `c-avx512`, `c-avx2`, `c-portable` or `torch`. Resolved once per process.
+
+    Raises:
+        UserError: `LAMELLA_KERNELS` asks for one that cannot run here.
+    """
+    return _resolved()[0]
+
+
+def _for(device: torch.device) -> Kernels:
+    return _resolved()[1] if device.type == "cpu" else reference
+
+
+def quantize_nf4(
+    x: Tensor,
+    block_size: int = 64,
+    *,
+    codes: Tensor | None = None,
+    absmax: Tensor | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise to NF4, bit for bit as `bitsandbytes.functional.quantize_4bit(quant_type="nf4")` on a CPU.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape, n > 0 elements; taken flat.
+        block_size: 32 .. 4096, a power of two.
+        codes: buffer to write, uint8 [ceil(n / 2)]; made if None.
+        absmax: buffer to write, fp32 [ceil(n / block_size)]; made if None.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        (codes, absmax).
+
+    Raises:
+        UserError: a NaN or infinite value (the caller knows the tensor's name), an empty tensor, another
+            dtype or block size, or a buffer that does not fit.
+    """
+    return _for(x.device).quantize_nf4(x, block_size, codes=codes, absmax=absmax, threads=threads)
+
+
+def quantize_absmax(absmax: Tensor, *, threads: int | None = None) -> AbsmaxState:
+    """Quantise scales to 8 bits (double quantisation), as bitsandbytes' `compress_statistics=True`.
+
+    Args:
+        absmax: fp32 [blocks].
+        threads: CPU threads; None: torch's.
+    """
+    return _for(absmax.device).quantize_absmax(absmax, threads=threads)
+
+
+def dequantize_absmax(state: AbsmaxState, *, out: Tensor | None = None, threads: int | None = None) -> Tensor:
+    """Scales of a double-quantised tensor, fp32 [blocks], into `out` if given.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    return _for(state.q.device).dequantize_absmax(state, out=out, threads=threads)
+
+
+def dequantize_nf4(
+    codes: Tensor,
+    absmax: Tensor | AbsmaxState,
+    out: Tensor,
+    block_size: int = 64,
+    *,
+    stream: bool | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """Fill `out` with table[code] * absmax, computed in fp32 and rounded to nearest even.
+
+    Args:
+        codes: uint8 [ceil(n / 2)].
+        absmax: fp32 [ceil(n / block_size)], or the scales still double quantised (no buffer needed then).
+        out: fp32, bf16 or fp16, contiguous, n elements.
+        block_size: as when quantised.
+        stream: write past the caches; None: by size. Same result.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    return _for(codes.device).dequantize_nf4(codes, absmax, out, block_size, stream=stream, threads=threads)
+
+
+def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:
+    """Dropout mask from an integer hash of (row key, column): the same on any device, in any order.
+
+    Args:
+        row_keys: int64 [T]; whatever identifies the row.
+        columns: elements per row.
+        p: share dropped, 0 <= p < 1.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        bool [T, columns], True where the element is kept (probability 1 - p).
+    """
+    return _for(row_keys.device).keep_mask(row_keys, columns, p, threads=threads)

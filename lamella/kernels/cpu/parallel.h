@@ -1,0 +1,13 @@
+/* Splits a range over threads. */
+#ifndef LAMELLA_PARALLEL_H
+#define LAMELLA_PARALLEL_H
+
+#include <stdint.h>
+
+/* Works on items [begin, end); returns 0, or a status that stops the rest. */
+typedef int (*range_worker)(void *job, int64_t begin, int64_t end);
+
+/* First non-zero status, else 0. `grain` items go to a thread at a time. */
+int run_parallel(range_worker worker, void *job, int64_t items, int64_t grain, int threads);
+
+#endif

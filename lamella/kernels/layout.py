@@ -1,0 +1,148 @@
+"""The NF4 format: table, block layout, double quantisation state, and the checks every path shares.
+
+Source: QLoRA (Dettmers et al. 2023), appendix E; layout as in bitsandbytes: the flattened tensor in
+blocks, one fp32 absmax a block, two 4-bit codes a byte, high nibble first. With an odd count the
+last low nibble is 7, the code of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lamella.errors import UserError
+
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+ABSMAX_FLOOR = 1e-38
+"""Smallest divisor of a block; a partial last block of zeros also stores it."""
+ABSMAX_BLOCK = 256
+"""Scales per block of the second level."""
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ABSMAX_BINS = 65536
+
+
+@dataclass(frozen=True)
+class AbsmaxState:
+    """Scales, double quantised: absmax[i] = code[q[i]] * absmax2[i // 256] + offset, in fp32.
+
+    Attributes:
+        q: uint8 [blocks].
+        code: fp32 [256], sorted.
+        absmax2: fp32 [ceil(blocks / 256)].
+        offset: fp32 scalar, the mean of the scales.
+    """
+
+    q: Tensor
+    code: Tensor
+    absmax2: Tensor
+    offset: Tensor
+
+
+@cache
+def dynamic_code() -> Tensor:
+    """fp32 [256], sorted: the signed 8-bit dynamic code (Dettmers 2015, "8-Bit Approximations").
+
+    Seven decades below 1; decade i holds 2^i values, the centres of equal parts of [0.1, 1]; each
+    with both signs, then 0 and 1.
+    """
+    positive = []
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        positive.append((edges[:-1] + edges[1:]) / 2 * 10 ** (i - 6))
+    magnitudes = torch.cat(positive)
+    return torch.cat([-magnitudes, magnitudes, torch.tensor([0.0, 1.0])]).sort().values
+
+
+@cache
+def dynamic_code_bins() -> Tensor:
+    """uint8 [65536]: nearest dynamic code of each of the equal steps from -1 to 1 (bitsandbytes' CPU rule)."""
+    code = dynamic_code()
+    midpoints = 0.5 * (code[:-1] + code[1:])
+    steps = -1.0 + (2.0 * torch.arange(ABSMAX_BINS, dtype=torch.float32)) / (ABSMAX_BINS - 1)
+    return torch.bucketize(steps, midpoints).to(torch.uint8)
+
+
+def block_count(n: int, block_size: int) -> int:
+    return -(-n // block_size)
+
+
+def non_finite() -> UserError:
+    return UserError("the tensor holds NaN or infinite values", fix="repair or replace the checkpoint")
+
+
+def check_block_size(block_size: int) -> None:
+    if block_size not in BLOCK_SIZES:
+        raise UserError(f"block size {block_size} is not one of {BLOCK_SIZES}", fix="use 64")
+
+
+def check_part(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """A buffer that a kernel reads or writes by address.
+
+    Raises:
+        UserError: other dtype, element count or device than needed, or not contiguous.
+    """
+    if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
+        raise UserError(
+            f"{name} must be {numel} contiguous {dtype} on {device}, got {tensor.numel()} {tensor.dtype} on "
+            f"{tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}",
+            fix="the parts do not belong together: quantize again",
+        )
+
+
+def check_state(state: AbsmaxState, blocks: int, device: torch.device) -> None:
+    check_part("absmax_q", state.q, torch.uint8, blocks, device)
+    check_part("absmax_code", state.code, torch.float32, 256, device)
+    check_part("absmax2", state.absmax2, torch.float32, block_count(blocks, ABSMAX_BLOCK), device)
+    check_part("offset", state.offset, torch.float32, 1, device)
+
+
+def check_source(x: Tensor, block_size: int) -> None:
+    check_block_size(block_size)
+    if x.dtype not in FLOAT_DTYPES:
+        raise UserError(f"cannot quantize {x.dtype}", fix="the tensor must be fp32, bf16 or fp16")
+    if x.numel() == 0:
+        raise UserError(f"cannot quantize an empty tensor, shape {tuple(x.shape)}")
+
+
+def prepare_quantize(
+    x: Tensor, block_size: int, codes: Tensor | None, absmax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the source and the given buffers; make those not given."""
+    check_source(x, block_size)
+    n, blocks = x.numel(), block_count(x.numel(), block_size)
+    codes = torch.empty((n + 1) // 2, dtype=torch.uint8, device=x.device) if codes is None else codes
+    absmax = torch.empty(blocks, dtype=torch.float32, device=x.device) if absmax is None else absmax
+    check_part("codes", codes, torch.uint8, (n + 1) // 2, x.device)
+    check_part("absmax", absmax, torch.float32, blocks, x.device)
+    return codes, absmax
+
+
+def check_dequantize(codes: Tensor, absmax: Tensor | AbsmaxState, out: Tensor, block_size: int) -> None:
+    check_block_size(block_size)
+    if out.dtype not in FLOAT_DTYPES:
+        raise UserError(f"cannot dequantize into {out.dtype}", fix="use fp32, bf16 or fp16")
+    n, blocks = out.numel(), block_count(out.numel(), block_size)
+    check_part("out", out, out.dtype, n, codes.device)
+    check_part("codes", codes, torch.uint8, (n + 1) // 2, codes.device)
+    if isinstance(absmax, AbsmaxState):
+        check_state(absmax, blocks, codes.device)
+    else:
+        check_part("absmax", absmax, torch.float32, blocks, codes.device)
+
+
+def check_keep(row_keys: Tensor, columns: int, p: float) -> None:
+    assert row_keys.dtype == torch.int64 and row_keys.dim() == 1, "row_keys is int64 [T]"
+    assert columns >= 0 and 0 <= p < 1, f"columns {columns}, p {p}"
+
+
+def drop_threshold(p: float) -> int:
+    """A 32-bit hash below this drops its element."""
+    return min(round(p * 2**32), 2**32 - 1)

@@ -1,0 +1,164 @@
+"""Plain-torch twins of the kernels: same signatures, same bits, any device.
+
+They are what the C paths are tested against, what runs where no compiler was found, and what runs
+for tensors that are not on the CPU. Arithmetic follows bitsandbytes 0.50 step by step, since the
+bits depend on it: whole blocks multiply by a reciprocal, a partial last block divides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lamella.kernels.layout import (
+    ABSMAX_BINS,
+    ABSMAX_BLOCK,
+    ABSMAX_FLOOR,
+    NF4_TABLE,
+    AbsmaxState,
+    block_count,
+    check_dequantize,
+    check_keep,
+    check_part,
+    check_state,
+    drop_threshold,
+    dynamic_code,
+    dynamic_code_bins,
+    non_finite,
+    prepare_quantize,
+)
+
+CHUNK_VALUES = 1 << 22
+"""Values per pass, a multiple of every block size: bounds the temporaries."""
+
+
+def _scale_blocks(values: Tensor, block_size: int, absmax: Tensor) -> Tensor:
+    """fp32 [n] -> values scaled to [-1, 1]; writes absmax [ceil(n / block_size)]."""
+    whole = len(values) // block_size * block_size
+    blocks = values[:whole].view(-1, block_size)
+    absmax[: len(blocks)] = blocks.abs().amax(dim=1) if len(blocks) else 0
+    inverse = 1.0 / absmax[: len(blocks)].clamp(min=ABSMAX_FLOOR)
+    scaled = (blocks * inverse[:, None]).view(-1)
+    if whole < len(values):
+        absmax[-1] = values[whole:].abs().max().clamp(min=ABSMAX_FLOOR)
+        scaled = torch.cat([scaled, values[whole:] / absmax[-1]])
+    return scaled
+
+
+def quantize_nf4(
+    x: Tensor,
+    block_size: int = 64,
+    *,
+    codes: Tensor | None = None,
+    absmax: Tensor | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `lamella.kernels.quantize_nf4`. `threads` is torch's own here."""
+    codes, absmax = prepare_quantize(x, block_size, codes, absmax)
+    table = torch.tensor(NF4_TABLE, dtype=torch.float32, device=x.device)
+    midpoints = (table[:-1] + table[1:]) / 2
+    flat = x.reshape(-1)
+    for first in range(0, len(flat), CHUNK_VALUES):
+        values = flat[first : first + CHUNK_VALUES].float()
+        if not torch.isfinite(values).all():
+            raise non_finite()
+        first_block = first // block_size
+        part = absmax[first_block : first_block + block_count(len(values), block_size)]
+        scaled = _scale_blocks(values, block_size, part)
+        index = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
+        if len(index) % 2:
+            index = torch.cat([index, index.new_full((1,), NF4_TABLE.index(0.0))])
+        codes.view(-1)[first // 2 : first // 2 + len(index) // 2] = index[::2] << 4 | index[1::2]
+    return codes, absmax
+
+
+def quantize_absmax(absmax: Tensor, *, threads: int | None = None) -> AbsmaxState:
+    """See `lamella.kernels.quantize_absmax`."""
+    check_part("absmax", absmax, torch.float32, absmax.numel(), absmax.device)
+    flat = absmax.view(-1)
+    offset = flat.mean()
+    centred = flat - offset
+    if not torch.isfinite(centred).all():
+        raise non_finite()
+    blocks = block_count(len(flat), ABSMAX_BLOCK)
+    padded = torch.nn.functional.pad(centred, (0, blocks * ABSMAX_BLOCK - len(flat))).view(blocks, ABSMAX_BLOCK)
+    absmax2 = padded.abs().amax(dim=1)
+    scaled = (padded * (1.0 / absmax2)[:, None]).clamp(-1, 1)
+    bins = ((scaled + 1.0) * 0.5 * (ABSMAX_BINS - 1) + 0.5).nan_to_num().to(torch.int64)
+    q = dynamic_code_bins().to(absmax.device)[bins]
+    q[absmax2 == 0] = 0
+    return AbsmaxState(q.view(-1)[: len(flat)].contiguous(), dynamic_code().to(absmax.device, copy=True), absmax2, offset)
+
+
+def dequantize_absmax(state: AbsmaxState, *, out: Tensor | None = None, threads: int | None = None) -> Tensor:
+    """See `lamella.kernels.dequantize_absmax`."""
+    blocks = state.q.numel()
+    out = torch.empty(blocks, dtype=torch.float32, device=state.q.device) if out is None else out
+    check_state(state, blocks, state.q.device)
+    check_part("out", out, torch.float32, blocks, state.q.device)
+    scales = state.absmax2.view(-1).repeat_interleave(ABSMAX_BLOCK)[:blocks]
+    out.view(-1).copy_(state.code.view(-1)[state.q.view(-1).long()] * scales + state.offset)
+    return out
+
+
+def dequantize_nf4(
+    codes: Tensor,
+    absmax: Tensor | AbsmaxState,
+    out: Tensor,
+    block_size: int = 64,
+    *,
+    stream: bool | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """See `lamella.kernels.dequantize_nf4`."""
+    check_dequantize(codes, absmax, out, block_size)
+    scales = dequantize_absmax(absmax) if isinstance(absmax, AbsmaxState) else absmax.view(-1)
+    table = torch.tensor(NF4_TABLE, dtype=torch.float32, device=codes.device)
+    flat, packed = out.view(-1), codes.view(-1)
+    for first in range(0, len(flat), CHUNK_VALUES):
+        target = flat[first : first + CHUNK_VALUES]
+        part = packed[first // 2 : (first + len(target) + 1) // 2]
+        values = table[torch.stack([part >> 4, part & 15], dim=1).view(-1).int()][: len(target)]
+        first_block = first // block_size
+        scale = scales[first_block : first_block + block_count(len(target), block_size)]
+        target.copy_(values * scale.repeat_interleave(block_size)[: len(target)])
+    return out
+
+
+def _spread_keys(keys: Tensor) -> Tensor:
+    """splitmix64 on int64 [T]; shifts are made logical by masking."""
+
+    def shift(z: Tensor, bits: int) -> Tensor:
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+    z = keys + _int64(0x9E3779B97F4A7C15)
+    z = (z ^ shift(z, 30)) * _int64(0xBF58476D1CE4E5B9)
+    z = (z ^ shift(z, 27)) * _int64(0x94D049BB133111EB)
+    return z ^ shift(z, 31)
+
+
+def _int64(bits: int) -> int:
+    return bits - (1 << 64) if bits >= 1 << 63 else bits
+
+
+def _int32(bits: int) -> int:
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:
+    """See `lamella.kernels.keep_mask`."""
+    check_keep(row_keys, columns, p)
+    spread = _spread_keys(row_keys)
+    low, high = spread.to(torch.int32)[:, None], (spread >> 32).to(torch.int32)[:, None]
+
+    def mix(h: Tensor, bits: int, factor: int) -> Tensor:
+        return (h ^ ((h >> bits) & ((1 << (32 - bits)) - 1))) * _int32(factor)
+
+    h = torch.arange(columns, dtype=torch.int32, device=row_keys.device)[None] + low
+    h = mix(mix(h, 16, 0x7FEB352D), 15, 0x846CA68B)
+    h = h ^ ((h >> 16) & 0xFFFF) ^ high
+    h = h * _int32(0x7FEB352D)
+    h = mix(h, 15, 0x846CA68B)
+    h = h ^ ((h >> 16) & 0xFFFF)
+    flip = -(1 << 31)  # orders int32 as the unsigned numbers their bits are
+    return (h ^ flip) >= drop_threshold(p) + flip

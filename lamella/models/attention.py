@@ -1,0 +1,327 @@
+"""Attention over packed layouts, registered with transformers as `lamella`.
+
+transformers' attention modules call `packed_attention` through `AttentionInterface`; who sees whom
+comes from the layout in use (`with layout.use():`), not from masks, so a sequence never attends to its
+neighbours. A family that builds a mask of its own is refused rather than computed wrongly.
+
+Plain sequences are gathered into a few right-padded groups of similar length: with causal attention the
+padding at the right is never seen by a real token, so no mask is needed. Trees get a boolean mask.
+
+Shape suffixes: T tokens, H heads, K kv heads, D head size, n sequences of a group, L padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lamella.errors import UserError
+from lamella.models.layout import PackedBatch
+
+NAME = "lamella"
+_MAX_PADDING = 1.3  # a group may compute at most this many rows per real row
+
+
+class AttentionRefused(UserError):
+    """This family's attention cannot be computed exactly on packed layouts."""
+
+
+@dataclass
+class Group:
+    """Sequences computed together. `rows`: their tokens' slice in the gathered order; masked: tree or not."""
+
+    n: int
+    length: int
+    first: int
+    mask_until: Tensor | None = None
+    positions: Tensor | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Boolean [L, L] mask (True: visible), or None where plain causal attention is right."""
+        if window is not None and window >= self.length:
+            window = None
+        if self.mask_until is None and window is None:
+            return None
+        if window not in self.masks:
+            index_L = torch.arange(self.length, device=None if self.mask_until is None else self.mask_until.device)
+            until_L = self.mask_until if self.mask_until is not None else torch.full_like(index_L, self.length)
+            position_L = self.positions if self.positions is not None else index_L
+            seen = (index_L[:, None] >= index_L[None, :]) & (index_L[:, None] < until_L[None, :])
+            if window is not None:
+                seen &= position_L[:, None] - position_L[None, :] < window
+            self.masks[window] = seen
+        return self.masks[window]
+
+
+class AttentionLayout:
+    """How the tokens of one `PackedBatch` are grouped for attention, and a KV cache when generating.
+
+    Args:
+        batch: the packed batch.
+        cache: where keys and values of every layer are kept for later tokens, or None.
+    """
+
+    current: AttentionLayout | None = None
+
+    def __init__(self, batch: PackedBatch, cache: KVCache | None = None) -> None:
+        self.cache = cache
+        self.calls = 0
+        device = batch.input_ids.device
+        lengths = batch.lengths
+        starts = batch.starts.tolist()
+        order: list[Tensor] = []
+        padding: list[Tensor] = []
+        self.groups: list[Group] = []
+        if batch.is_tree:
+            members = [[s] for s in range(len(lengths)) if lengths[s]]
+        else:
+            members = _by_length(lengths)
+        offset = 0
+        for group in members:
+            longest = max(lengths[s] for s in group)
+            made = Group(len(group), longest, offset)
+            if batch.is_tree:
+                a, b = starts[group[0]], starts[group[0] + 1]
+                made.mask_until = batch.visible_until[a:b] - a
+                made.positions = batch.position_ids[a:b]
+            self.groups.append(made)
+            for s in group:
+                token_L = torch.arange(longest, device=device)
+                padding.append(token_L >= lengths[s])
+                order.append(starts[s] + token_L.clamp(max=lengths[s] - 1))
+            offset += len(group) * longest
+        self.order_P = torch.cat(order) if order else torch.zeros(0, dtype=torch.int64, device=device)
+        pad_P = torch.cat(padding) if padding else torch.zeros(0, dtype=torch.bool, device=device)
+        self.pad_rows = pad_P.nonzero().flatten()
+        self.inverse_T = torch.empty(batch.tokens, dtype=torch.int64, device=device)
+        real_P = (~pad_P).nonzero().flatten()
+        self.inverse_T[self.order_P[real_P]] = real_P
+        self.in_order = len(self.pad_rows) == 0 and bool(
+            torch.equal(self.order_P, torch.arange(batch.tokens, device=device))
+        )
+
+    @contextmanager
+    def use(self) -> Iterator[AttentionLayout]:
+        """Make this the layout that `packed_attention` obeys."""
+        before, AttentionLayout.current = AttentionLayout.current, self
+        try:
+            yield self
+        finally:
+            AttentionLayout.current = before
+
+
+def _by_length(lengths: list[int]) -> list[list[int]]:
+    """Group sequences of similar length, keeping the order where all are alike."""
+    filled = [s for s in range(len(lengths)) if lengths[s]]
+    if len({lengths[s] for s in filled}) <= 1:
+        return [filled] if filled else []
+    groups: list[list[int]] = []
+    real = 0
+    for s in sorted(filled, key=lambda s: -lengths[s]):
+        if groups:
+            padded = lengths[groups[-1][0]] * (len(groups[-1]) + 1)
+            if padded <= _MAX_PADDING * (real + lengths[s]):
+                groups[-1].append(s)
+                real += lengths[s]
+                continue
+        groups.append([s])
+        real = lengths[s]
+    return groups
+
+
+class _Split(torch.autograd.Function):
+    """[H, T, D] -> one [n, H, L, D] per group. Each token stands in one group, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x_HTD: Tensor, layout: AttentionLayout) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        ctx.set_materialize_grads(True)
+        x_HPD = x_HTD if layout.in_order else x_HTD.index_select(1, layout.order_P)
+        heads, _, size = x_HTD.shape
+        return tuple(
+            x_HPD[:, g.first : g.first + g.n * g.length].reshape(heads, g.n, g.length, size).transpose(0, 1).contiguous()
+            for g in layout.groups
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        layout = ctx.layout
+        flat = [g.transpose(0, 1).reshape(g.shape[1], -1, g.shape[3]) for g in grads]
+        grad_HPD = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+        return (grad_HPD if layout.in_order else grad_HPD.index_select(1, layout.inverse_T)), None
+
+
+class _Join(torch.autograd.Function):
+    """One [n, H, L, D] per group -> [T, H, D]; padding rows get zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: AttentionLayout, *outs: Tensor) -> Tensor:
+        ctx.layout = layout
+        flat = [o.transpose(1, 2).reshape(-1, o.shape[1], o.shape[3]) for o in outs]
+        out_PHD = flat[0] if len(flat) == 1 else torch.cat(flat, dim=0)
+        return out_PHD if layout.in_order else out_PHD.index_select(0, layout.inverse_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        layout = ctx.layout
+        if layout.in_order:
+            grad_PHD = grad_THD
+        else:
+            grad_PHD = grad_THD.index_select(0, layout.order_P)
+            grad_PHD[layout.pad_rows] = 0
+        heads, size = grad_THD.shape[1:]
+        return None, *(
+            grad_PHD[g.first : g.first + g.n * g.length].reshape(g.n, g.length, heads, size).transpose(1, 2)
+            for g in layout.groups
+        )
+
+
+def _explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks_H: Tensor | None
+) -> Tensor:
+    """Attention with scores written out, for soft caps and sinks. q [n, H, L, D]; k, v have H heads."""
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks_H: Tensor | None
+) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return _explicit_attention(q, k, v, mask, scale, softcap, sinks_H)
+
+
+_KNOWN = {"is_causal", "position_ids", "use_cache", "output_attentions", "cache", "past_key_values", "cache_position",
+          "position_embeddings", "output_router_logits", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k",
+          "max_length_q", "max_length_k", "return_dict", "logits_to_keep"}  # fmt: skip
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers' `AttentionInterface`.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, K, T, D], positions already applied.
+        attention_mask: must be None: the layout in use says who sees whom.
+
+    Returns:
+        [1, T, H, D] and None (no weights).
+
+    Raises:
+        AttentionRefused: a mask or an argument this function does not know.
+    """
+    layout = AttentionLayout.current
+    assert layout is not None, "no attention layout in use"
+    unknown = {k for k, v in kwargs.items() if v is not None} - _KNOWN
+    if attention_mask is not None or unknown or not getattr(module, "is_causal", True):
+        why = f"arguments {sorted(unknown)}" if unknown else "a mask of its own or non-causal attention"
+        raise AttentionRefused(
+            f"{type(module).__name__} asks for {why}, which packed attention does not compute",
+            fix="this model family is not supported yet",
+        )
+    assert dropout == 0.0, "the base runs without attention dropout"
+    layout.calls += 1
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if layout.cache is not None:
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        layout.cache.write(index, key, value)
+        if layout.cache.decoding:
+            return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux), None
+    q_groups = _Split.apply(query[0], layout)
+    k_groups = _Split.apply(key[0], layout)
+    v_groups = _Split.apply(value[0], layout)
+    outs = [
+        _attend(q, k, v, group.mask(sliding_window), scale, softcap, s_aux)
+        for group, q, k, v in zip(layout.groups, q_groups, k_groups, v_groups, strict=True)
+    ]
+    return _Join.apply(layout, *outs)[None], None
+
+
+class KVCache:
+    """Keys and values of `rows` sequences in every layer, written where each new token stands.
+
+    Args:
+        layers: number of decoder layers.
+        rows: sequences generated together.
+        capacity: longest sequence, prompt and answer, in tokens.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.row_T: Tensor = torch.zeros(0, dtype=torch.int64)
+        self.position_T: Tensor = torch.zeros(0, dtype=torch.int64)
+        self.decoding = False
+
+    def expect(self, row_T: Tensor, position_T: Tensor, decoding: bool) -> None:
+        """Say which row and position each of the coming tokens has; decoding: one token per row."""
+        self.row_T, self.position_T, self.decoding = row_T, position_T, decoding
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self.keys[layer] is None:
+            shape = (self.rows, self.capacity, key.shape[1])
+            self.keys[layer] = key.new_zeros(*shape, key.shape[3])
+            self.values[layer] = value.new_zeros(*shape, value.shape[3])
+        self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)  # type: ignore[index]
+        self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)  # type: ignore[index]
+
+    def attend(
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks_H: Tensor | None
+    ) -> Tensor:
+        """One new token per row, [1, H, B, D] -> [1, B, H, D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None
+        assert values is not None
+        length = int(self.position_T.max()) + 1
+        k = keys[self.row_T, :length].transpose(1, 2)
+        v = values[self.row_T, :length].transpose(1, 2)
+        index_L = torch.arange(length, device=query.device)
+        seen = index_L[None, :] <= self.position_T[:, None]
+        if window is not None:
+            seen &= self.position_T[:, None] - index_L[None, :] < window
+        q = query[0].transpose(0, 1)[:, :, None, :]
+        out = _attend(q, k, v, seen[:, None, None, :], scale, softcap, sinks_H)
+        return out[:, :, 0, :][None]
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout says who sees whom; transformers need not build a mask."""
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

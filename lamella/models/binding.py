@@ -1,0 +1,162 @@
+"""From the names in a store to the parameters of a model.
+
+Names are the checkpoint's own; transformers knows how each family renames and fuses them
+(`get_model_conversion_mapping`). Renames are followed; experts stored one by one become slices of the fused
+parameter, so they are dequantised straight into place. Any other conversion is refused.
+
+Every stored tensor is used exactly once and every parameter has a source, or binding fails.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+
+from lamella.errors import UserError
+from lamella.models.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the contiguous run of a parameter that it fills.
+
+    `at` indexes the parameter: () whole; (e,) one expert; (e, first, last) rows first..last-1 of expert e.
+    """
+
+    source: str
+    at: tuple[int, ...] = ()
+
+    def view(self, parameter: Tensor) -> Tensor:
+        if len(self.at) == 3:
+            return parameter[self.at[0], self.at[1] : self.at[2]]
+        return parameter[self.at[0]] if self.at else parameter
+
+
+@dataclass
+class ParamPlan:
+    """Where one parameter (or persistent buffer) of the model comes from.
+
+    Attributes:
+        name: full dotted name in the model.
+        layer: decoder layer index, or None outside the layers.
+        shape: shape in the model.
+        pieces: stored tensors that fill it.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def model_parameters(skeleton: Skeleton) -> dict[str, tuple[int | None, Tensor]]:
+    """Every parameter and persistent buffer by full name: (layer index or None, meta tensor). Tied heads appear once."""
+    found: dict[str, tuple[int | None, Tensor]] = {}
+    seen: set[int] = set()
+    for name, tensor in skeleton.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = (None, tensor)
+    for i, layer in enumerate(skeleton.layers):
+        for name, tensor in layer.state_dict(keep_vars=True).items():
+            found[f"{skeleton.prefix}.{i}.{name}"] = (i, tensor)
+    return found
+
+
+def _source_number(key: str, pattern: str) -> int:
+    """Index at the wildcard of `pattern` (such as `experts.*.gate_proj.weight`) in `key`."""
+    before, _, after = pattern.partition("*")
+    match = re.search(re.escape(before) + r"(\d+)" + re.escape(after), key.replace("^", ""))
+    assert match is not None, (key, pattern)
+    return int(match[1])
+
+
+def _converter_for(converters: list[WeightConverter], pattern: str) -> WeightConverter:
+    return next(c for c in converters if pattern in c.source_patterns)
+
+
+def _place(key: str, pattern: str, converter: WeightConverter, shapes: Mapping[str, tuple[int, ...]], source: str) -> Piece:
+    kinds = [type(op) for op in converter.operations]
+    merge = kinds[:1] == [MergeModulelist] and converter.operations[0].dim == 0
+    if merge and len(kinds) == 1:
+        return Piece(source, (_source_number(key, pattern),))
+    if merge and kinds[1:] == [Concatenate] and converter.operations[1].dim == 1:
+        part = converter.source_patterns.index(pattern)
+        rows = shapes[source][0]
+        return Piece(source, (_source_number(key, pattern), part * rows, (part + 1) * rows))
+    raise UserError(f"{source}: this family's weights need {' + '.join(k.__name__ for k in kinds)}, which is not supported",
+                    fix="this model family is not supported yet")  # fmt: skip
+
+
+def plan_binding(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], where: str = "") -> dict[str, ParamPlan]:
+    """Decide where every parameter's bytes come from.
+
+    Args:
+        skeleton: the weightless model.
+        shapes: stored tensor name -> shape.
+        where: what to name in errors, e.g. the store's path.
+
+    Returns:
+        Full parameter name -> plan.
+
+    Raises:
+        UserError: a stored tensor that the model does not know, a parameter without a source, two sources for one
+            place, or shapes that disagree; each with names.
+    """
+    parameters = model_parameters(skeleton)
+    plans = {name: ParamPlan(name, layer, tuple(t.shape)) for name, (layer, t) in parameters.items()}
+    stubbed = skeleton.model
+    transforms: list[Any] = get_model_conversion_mapping(stubbed)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    tied = _tied_names(skeleton, parameters)
+    for source in shapes:
+        key, pattern = rename_source_key(source, renamings, converters)
+        if key not in plans and f"{stubbed.base_model_prefix}.{key}" in plans:
+            key = f"{stubbed.base_model_prefix}.{key}"
+        if key in tied:
+            continue  # a head stored equal to the embeddings it is tied to
+        if key not in plans:
+            raise UserError(f"{source} has no place in {type(stubbed).__name__}", path=where or None,
+                            fix="the checkpoint does not belong to this architecture, or holds more than a text decoder")  # fmt: skip
+        if pattern is None:
+            piece = Piece(source)
+        else:
+            renamed, _ = rename_source_key(source, renamings, [])
+            piece = _place(renamed, pattern, _converter_for(converters, pattern), shapes, source)
+        plans[key].pieces.append(piece)
+    _check(plans, shapes, where)
+    return plans
+
+
+def _tied_names(skeleton: Skeleton, parameters: Mapping[str, Any]) -> set[str]:
+    return {name for name in skeleton.model.state_dict() if name not in parameters}
+
+
+def _check(plans: Mapping[str, ParamPlan], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    for plan in plans.values():
+        target = torch.empty(plan.shape, device="meta")
+        filled = 0
+        for piece in plan.pieces:
+            if piece.at and (len(plan.shape) != 3 or piece.at[0] >= plan.shape[0]):
+                raise UserError(f"{piece.source}: expert {piece.at[0]} does not fit {plan.name} {list(plan.shape)}",
+                                path=where or None, fix="config.json and weights disagree on the number of experts")  # fmt: skip
+            view = piece.view(target)
+            if tuple(view.shape) != tuple(shapes[piece.source]):
+                raise UserError(f"{piece.source} has shape {list(shapes[piece.source])}, {plan.name} needs {list(view.shape)}",
+                                path=where or None, fix="config.json and weights do not belong together")  # fmt: skip
+            filled += view.numel()
+        if len({p.at for p in plan.pieces}) != len(plan.pieces):
+            raise UserError(f"{plan.name} has two sources: {[p.source for p in plan.pieces][:3]}", path=where or None,
+                            fix="the checkpoint stores one weight twice")  # fmt: skip
+        if filled != math.prod(plan.shape):
+            raise UserError(f"{plan.name}: {filled} of {math.prod(plan.shape)} values have a source", path=where or None,
+                            fix="the checkpoint is incomplete; download it again")  # fmt: skip

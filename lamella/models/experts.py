@@ -1,0 +1,179 @@
+"""Experts of a MoE layer, registered with transformers' `ExpertsInterface` as `lamella`.
+
+Tokens are sorted by expert once; each expert then works on one contiguous run of rows, with its LoRA pair
+in the same pass. Backward is written by hand: input and adapter gradients only, the frozen weights are
+read from the module (see `linear.py`).
+
+Shape suffixes: T tokens, K experts per token, S = T * K (token, expert) pairs sorted by expert, H hidden,
+I inputs, O outputs, r rank, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from lamella.errors import UserError
+from lamella.models.linear import DropoutClock, LoraSite
+
+NAME = "lamella"
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows offsets[e] .. offsets[e + 1] of x go through expert e: y = x W_e^T + bias_e + scale (drop(x) A_e^T) B_e^T.
+
+    W is [E, O, I], or [E, I, O] where the family stores it transposed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SI: Tensor, a_ErI: Tensor | None, b_EOr: Tensor | None, module: nn.Module, name: str,
+        bounds: list[tuple[int, int, int]], scale: float, keep: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        weight = getattr(module, name)
+        transposed = bool(module.is_transposed)
+        y_SO = x_SI.new_empty(x_SI.shape[0], weight.shape[2] if transposed else weight.shape[1])
+        rank = 0 if a_ErI is None else a_ErI.shape[1]
+        xa_Sr = x_SI.new_empty(x_SI.shape[0], rank)
+        dropped_SI = x_SI if keep is None else x_SI * keep
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        for e, first, last in bounds:
+            y = y_SO[first:last]
+            torch.mm(x_SI[first:last], weight[e] if transposed else weight[e].T, out=y)
+            if bias is not None:
+                y += bias[e]
+            if a_ErI is not None and b_EOr is not None:
+                xa = torch.mm(dropped_SI[first:last], a_ErI[e].T, out=xa_Sr[first:last])
+                y.addmm_(xa, b_EOr[e].T, alpha=scale)
+        ctx.module, ctx.name, ctx.bounds, ctx.scale, ctx.keep = module, name, bounds, scale, keep
+        ctx.lora = a_ErI is not None
+        if ctx.lora:
+            ctx.save_for_backward(x_SI, a_ErI, b_EOr, xa_Sr)
+        return y_SO
+
+    @staticmethod
+    def backward(ctx: Any, dy_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight = getattr(ctx.module, ctx.name)
+        transposed = bool(ctx.module.is_transposed)
+        dx_SI = da_ErI = db_EOr = None
+        if ctx.needs_input_grad[0]:
+            dx_SI = dy_SO.new_empty(dy_SO.shape[0], weight.shape[1] if transposed else weight.shape[2])
+        if ctx.lora:
+            x_SI, a_ErI, b_EOr, xa_Sr = ctx.saved_tensors
+            da_ErI, db_EOr = torch.zeros_like(a_ErI), torch.zeros_like(b_EOr)  # an expert without tokens: zero, not missing
+            dropped_SI = x_SI if ctx.keep is None else x_SI * ctx.keep
+        for e, first, last in ctx.bounds:
+            dy = dy_SO[first:last]
+            if dx_SI is not None:
+                torch.mm(dy, weight[e].T if transposed else weight[e], out=dx_SI[first:last])
+            if ctx.lora:
+                dxa = (dy @ b_EOr[e]).mul_(ctx.scale)
+                torch.mm(dy.T, xa_Sr[first:last], out=db_EOr[e]).mul_(ctx.scale)
+                torch.mm(dxa.T, dropped_SI[first:last], out=da_ErI[e])
+                if dx_SI is not None:
+                    if ctx.keep is None:
+                        dx_SI[first:last].addmm_(dxa, a_ErI[e])
+                    else:
+                        dx_SI[first:last] += (dxa @ a_ErI[e]) * ctx.keep[first:last]
+        return dx_SI, da_ErI, db_EOr, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted sum of each token's experts: out[t] = sum_k weights[t, k] * y[slot of (t, k)], summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SH: Tensor, weights_TK: Tensor, slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_SH, weights_TK, slot_TK)
+        out_TH = y_SH.new_zeros(weights_TK.shape[0], y_SH.shape[1], dtype=torch.float32)
+        for k in range(weights_TK.shape[1]):
+            out_TH.addcmul_(y_SH[slot_TK[:, k]].float(), weights_TK[:, k, None].float())
+        return out_TH.to(y_SH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        y_SH, weights_TK, slot_TK = ctx.saved_tensors
+        dy_SH = torch.empty_like(y_SH)
+        dweights_TK = torch.empty_like(weights_TK)
+        for k in range(weights_TK.shape[1]):
+            slot_T = slot_TK[:, k]
+            dy_SH[slot_T] = dout_TH * weights_TK[:, k, None].to(dout_TH.dtype)
+            if ctx.needs_input_grad[1]:
+                dweights_TK[:, k] = (dout_TH.float() * y_SH[slot_T].float()).sum(-1).to(dweights_TK.dtype)
+        return dy_SH, (dweights_TK if ctx.needs_input_grad[1] else None), None
+
+
+def _site(module: nn.Module, name: str) -> LoraSite | None:
+    sites: dict[str, LoraSite] = module.__dict__.get("lamella_lora", {})
+    return sites.get(name)
+
+
+def _grouped(module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], pairs_S2: Tensor) -> Tensor:
+    site = _site(module, name)
+    if site is None:
+        return _GroupedLinear.apply(x_SI, None, None, module, name, bounds, 1.0, None)
+    keep = DropoutClock.keep(x_SI.shape[1], site.dropout, site.site, pairs_S2)
+    scaled = None if keep is None else keep.to(x_SI.dtype) / (1 - site.dropout)
+    return _GroupedLinear.apply(x_SI, site.a, site.b, module, name, bounds, site.scale, scaled)
+
+
+def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Experts function for transformers' `ExpertsInterface`.
+
+    Args:
+        hidden_states: [T, H]; top_k_index, top_k_weights: [T, K].
+
+    Returns:
+        [T, H].
+
+    Raises:
+        UserError: the family adds something to its experts that is not computed here.
+    """
+    if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+        raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
+    experts = int(module.num_experts)  # type: ignore[arg-type]
+    tokens, per_token = top_k_index.shape
+    expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    counts = torch.bincount(expert_S, minlength=experts).tolist()
+    bounds, first = [], 0
+    for e, count in enumerate(counts[:experts]):
+        if count:
+            bounds.append((e, first, first + count))
+        first += count
+    if module.__dict__.get("lamella_hits") is not None:
+        module.lamella_hits.add_(torch.tensor(counts[:experts]))  # type: ignore[operator,union-attr]
+    token_S = torch.div(order_S, per_token, rounding_mode="floor")
+    pairs_S2 = torch.stack([token_S, expert_S], dim=1)
+    slot_TK = torch.empty_like(order_S)
+    slot_TK[order_S] = torch.arange(order_S.numel(), device=order_S.device)
+    slot_TK = slot_TK.view(tokens, per_token)
+    x_SH = _Spread.apply(hidden_states, token_S, slot_TK)
+    if module.has_gate:
+        up_SO = _grouped(module, "gate_up_proj", x_SH, bounds, pairs_S2)
+        inner_SI = module._apply_gate(up_SO)  # type: ignore[operator]
+    else:
+        inner_SI = module.act_fn(_grouped(module, "up_proj", x_SH, bounds, pairs_S2))  # type: ignore[operator]
+    y_SH = _grouped(module, "down_proj", inner_SI, bounds, pairs_S2)
+    return _Combine.apply(y_SH, top_k_weights, slot_TK)
+
+
+class _Spread(torch.autograd.Function):
+    """Copy each token to its experts' rows; backward sums them in fp32, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, token_S: Tensor, slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_TK)
+        return x_TH.index_select(0, token_S)
+
+    @staticmethod
+    def backward(ctx: Any, dx_SH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (slot_TK,) = ctx.saved_tensors
+        dx_TH = dx_SH[slot_TK[:, 0]].float()
+        for k in range(1, slot_TK.shape[1]):
+            dx_TH += dx_SH[slot_TK[:, k]]
+        return dx_TH.to(dx_SH.dtype), None, None
+
+
+ExpertsInterface.register(NAME, packed_experts)

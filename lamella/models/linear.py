@@ -1,0 +1,135 @@
+"""Linear layers on borrowed weights, with an optional LoRA pair.
+
+The frozen weight is bound to a module only while its layer is at work (its bytes lie in a buffer that
+the next layer reuses). So the backward of these functions reads the weight from the module, where the
+engine has bound it again, and never saves it.
+
+Shape suffixes: N rows (tokens), I inputs, O outputs, r rank, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class LoraSite:
+    """LoRA on one weight, as the layer at work sees it.
+
+    Attributes:
+        a, b: compute-dtype leaves, [r, I] and [O, r], or [E, r, I] and [E, O, r] on experts.
+        scale: alpha / r, or alpha / sqrt(r).
+        dropout: probability of dropping an input of A; masks come from `keep`.
+        site: number of this weight among all adapted weights, for the dropout seed.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+    site: int = 0
+
+
+_SITE_STEP = 0x1B873593CC9E2D  # odd, and small enough that site numbers times it stay in int64
+
+
+class DropoutClock:
+    """What the dropout masks of the micro-batch at work are seeded by.
+
+    A mask is a function of (seed, step, row, position, site) alone: recompute, micro-batch size and device
+    do not change it. None: no dropout (evaluation).
+    """
+
+    row_keys_T: Tensor | None = None
+
+    @classmethod
+    def keep(cls, columns: int, probability: float, site: int, rows_N: Tensor | None = None) -> Tensor | None:
+        """Boolean keep mask [N, columns], or None when nothing is dropped.
+
+        Args:
+            rows_N: for expert inputs, key offsets of the (token, expert) rows: (token index, expert index) as
+                int64 [N, 2]; None: the batch's tokens in order.
+        """
+        if probability == 0.0 or cls.row_keys_T is None:
+            return None
+        from lamella.kernels import keep_mask
+
+        keys = cls.row_keys_T
+        if rows_N is not None:
+            keys = keys[rows_N[:, 0]] + (rows_N[:, 1] + 1) * 0x2545F4914F6CDD1D
+        return keep_mask(keys + (site + 1) * _SITE_STEP, columns, probability)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """y = x W^T + bias + scale (drop(x) A^T) B^T"""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, a_rI: Tensor, b_Or: Tensor, module: FrozenLinear, keep: Tensor | None) -> Tensor:
+        site = module.lora
+        assert site is not None
+        dropped_NI = x_NI if keep is None else x_NI * keep / (1 - site.dropout)
+        xa_Nr = dropped_NI @ a_rI.T
+        y_NO = F.linear(x_NI, module.weight, module.bias)
+        y_NO.addmm_(xa_Nr, b_Or.T, alpha=site.scale)
+        ctx.module, ctx.keep = module, keep
+        ctx.scale, ctx.dropout = site.scale, site.dropout
+        ctx.save_for_backward(x_NI, a_rI, b_Or, xa_Nr)
+        return y_NO
+
+    @staticmethod
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_NI, a_rI, b_Or, xa_Nr = ctx.saved_tensors
+        dxa_Nr = (dy_NO @ b_Or).mul_(ctx.scale)
+        db_Or = (dy_NO.T @ xa_Nr).mul_(ctx.scale)
+        if ctx.keep is None:
+            da_rI = dxa_Nr.T @ x_NI
+        else:
+            da_rI = dxa_Nr.T @ (x_NI * ctx.keep / (1 - ctx.dropout))
+        dx_NI = None
+        if ctx.needs_input_grad[0]:
+            dx_NI = dy_NO @ ctx.module.weight
+            if ctx.keep is None:
+                dx_NI.addmm_(dxa_Nr, a_rI)
+            else:
+                dx_NI += (dxa_Nr @ a_rI) * ctx.keep / (1 - ctx.dropout)
+        return dx_NI, da_rI, db_Or, None, None
+
+
+class _PlainLinear(torch.autograd.Function):
+    """y = x W^T + bias, keeping nothing but the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, module: FrozenLinear) -> Tensor:
+        ctx.module = module
+        return F.linear(x_NI, module.weight, module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return (dy_NO @ ctx.module.weight if ctx.needs_input_grad[0] else None), None
+
+
+class FrozenLinear(nn.Linear):
+    """An `nn.Linear` whose weight is bound and unbound by the engine, with an optional LoRA site."""
+
+    lora: LoraSite | None = None
+
+    @classmethod
+    def like(cls, linear: nn.Linear) -> FrozenLinear:
+        return cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        site = self.lora
+        x_NI = input.reshape(-1, self.in_features)
+        if site is not None:
+            keep = DropoutClock.keep(self.in_features, site.dropout, site.site)
+            y_NO = _LoraLinear.apply(x_NI, site.a, site.b, self, keep)
+        elif torch.is_grad_enabled() and x_NI.requires_grad:
+            y_NO = _PlainLinear.apply(x_NI, self)
+        else:
+            y_NO = F.linear(x_NI, self.weight, self.bias)
+        return y_NO.view(*input.shape[:-1], self.out_features)

@@ -1,0 +1,217 @@
+"""A transformers model without weights, taken apart into prologue, layers and head.
+
+The model is built on `meta`. Each decoder layer is replaced by a stub that records the arguments it is
+called with, so the model's own forward tells every layer's boundary input and arguments (masks, rotary
+tables, sliding or full) without our knowing the family. The real layers, still weightless, are driven one
+at a time with bound weights. The head is the model's own forward again, its last stub handing in the
+hidden states: final norms, tied heads and soft caps come along by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lamella.errors import UserError
+from lamella.models import attention, experts
+from lamella.models.linear import FrozenLinear
+
+
+@dataclass
+class LayerCall:
+    """How the model called one layer: positional and keyword arguments after the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Stub(nn.Module):
+    """Stands for a decoder layer: hands its input on, or what it was given, and records the call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: its weights are not the model's any more
+        annotation = str(type(layer).forward.__annotations__.get("return", ""))
+        self.returns_tuple = "tuple" in annotation.lower()
+        self.call: LayerCall | None = None
+        self.answer: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.call = LayerCall(args, kwargs)
+        hidden = hidden_states if self.answer is None else self.answer
+        return (hidden,) if self.returns_tuple else hidden
+
+
+def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
+    """transformers' config of a store or checkpoint folder.
+
+    Args:
+        tie_word_embeddings: what the files say, over what the config says; None keeps the config's.
+
+    Raises:
+        UserError: no config, or an architecture transformers does not know.
+    """
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", path=file, fix="give a folder with a valid config.json") from error
+    if "model_type" not in raw:
+        raise UserError("config.json names no model_type", path=file, fix="use a Hugging Face model folder")
+    try:
+        config = AutoConfig.for_model(**raw)
+    except ValueError as error:
+        raise UserError(f"transformers does not know model_type {raw['model_type']!r}", path=file,
+                        fix="update transformers, or use another model") from error  # fmt: skip
+    if config.get_text_config() is not config:
+        raise UserError(f"{raw['model_type']} is multimodal; only text decoders are supported", path=file,
+                        fix="use the text-only checkpoint of this family")  # fmt: skip
+    if tie_word_embeddings is not None:
+        config.tie_word_embeddings = tie_word_embeddings
+    return config
+
+
+class Skeleton:
+    """A model on `meta`: prologue and head get real weights, layers are driven with borrowed ones.
+
+    Args:
+        config: transformers config (it is changed: attention and experts functions are set to ours).
+        dtype: compute dtype.
+
+    Attributes:
+        model: the transformers model with stubs for layers.
+        layers: the real decoder layers, weightless.
+        prefix: dotted name of the layer list, e.g. `model.layers`.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        config.use_cache = False
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # the balancing loss is computed by the engine, over the whole step
+        self.config = config
+        self.dtype = dtype
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=attention.NAME,
+                    experts_implementation=experts.NAME,
+                )  # fmt: skip
+        except ValueError as error:
+            raise UserError(f"{config.model_type}: transformers cannot build a decoder: {error}",
+                            fix="use a causal language model") from error  # fmt: skip
+        self.model: PreTrainedModel = model.eval()
+        config = self.config = model.config
+        config._experts_implementation = experts.NAME
+        self.prefix, layers = self._find_layers()
+        self.layers: list[nn.Module] = list(layers)
+        for layer in self.layers:
+            _freeze_linears(layer)
+        parent, _, last = self.prefix.rpartition(".")
+        self.stubs = [_Stub(layer) for layer in self.layers]
+        setattr(self.model.get_submodule(parent), last, nn.ModuleList(self.stubs))
+        self.materialize_buffers()
+
+    def _find_layers(self) -> tuple[str, nn.ModuleList]:
+        count = self.config.num_hidden_layers
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count and name.rpartition(".")[2] in _LAYER_LISTS:
+                return name, module
+        raise UserError(
+            f"{type(self.model).__name__}: no list of {count} decoder layers found", fix="this family is not supported yet"
+        )
+
+    def materialize_buffers(self) -> None:
+        """Give non-persistent buffers (rotary tables, embedding scales) their values; they are in no checkpoint."""
+        modules = [*self.model.modules(), *(m for layer in self.layers for m in layer.modules())]
+        for module in modules:
+            names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+            for name in names:
+                buffer = cast(Tensor, module._buffers[name])
+                module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype) if (
+                    buffer.is_floating_point()) else torch.zeros(buffer.shape, dtype=buffer.dtype)  # fmt: skip
+            if names:
+                self.model._init_weights(module)
+                bad = [n for n in names if not torch.isfinite(cast(Tensor, module._buffers[n])).all()]
+                if bad:
+                    raise UserError(f"{type(module).__name__}: buffer {bad[0]} has no initialiser",
+                                    fix="this family is not supported yet")  # fmt: skip
+
+    def prologue(self, input_ids_T: Tensor, position_ids_T: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """Embed tokens and learn how each layer is called.
+
+        Returns:
+            boundary input of layer 0, [1, T, H], and one `LayerCall` per layer.
+        """
+        for stub in self.stubs:
+            stub.call, stub.answer = None, None
+        seen: list[Tensor] = []
+        first = self.stubs[0]
+        handle = first.register_forward_pre_hook(lambda _, args, kwargs: seen.append(
+            args[0] if args else kwargs["hidden_states"]), with_kwargs=True)  # fmt: skip
+        try:
+            self.model.base_model(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+        finally:
+            handle.remove()
+        calls = [stub.call for stub in self.stubs]
+        if len(seen) != 1 or any(call is None for call in calls):
+            raise UserError(f"{type(self.model).__name__} does not run each layer exactly once",
+                            fix="this family is not supported yet")  # fmt: skip
+        return seen[0], cast(list[LayerCall], calls)
+
+    def head(self, hidden_NH: Tensor) -> Tensor:
+        """Logits [N, V] of N boundary outputs of the last layer, through the model's own norm and head."""
+        stub = self.stubs[-1]
+        n = hidden_NH.shape[0]
+        dummy = torch.zeros(1, n, dtype=torch.int64, device=hidden_NH.device)
+        position = torch.zeros(1, n, dtype=torch.int64, device=hidden_NH.device)
+        stub.answer = hidden_NH[None]
+        try:
+            return self.model(input_ids=dummy, position_ids=position, use_cache=False).logits[0]
+        finally:
+            stub.answer = None
+
+    def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Layer `index` on hidden states [1, T, H] with the arguments the model gave it."""
+        out = self.layers[index](hidden, *call.args, **call.kwargs)
+        if isinstance(out, tuple) != self.stubs[index].returns_tuple:
+            raise UserError(f"{type(self.layers[index]).__name__} returns {type(out).__name__}, not what it declares",
+                            fix="this family is not supported yet")  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+
+    def routers(self) -> dict[int, tuple[nn.Module, int]]:
+        """Layer index -> (router module, which of its outputs are the router logits), where the family says so."""
+        recorder = getattr(self.model, "_can_record_outputs", None) or {}
+        recorder = recorder.get("router_logits") or (
+            (getattr(self.model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+        )
+        if recorder is None:
+            return {}
+        target, which = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
+        found = {}
+        for i, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if isinstance(module, target):
+                    found[i] = (module, which)
+        return found
+
+
+_LAYER_LISTS = ("layers", "h", "blocks", "block")
+
+
+def _freeze_linears(layer: nn.Module) -> None:
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, FrozenLinear.like(child))

@@ -1,0 +1,283 @@
+"""Read, quantise and write at the same time, in a fixed amount of memory.
+
+    reader thread  --chunks-->  quantise (caller's thread; the kernel uses all cores)  --parts-->  writer thread
+
+A chunk is a whole number of blocks, so a tensor cut into chunks gives the same codes and scales as a whole one.
+The second level of scales is made when a tensor's last chunk is through: it needs all first-level scales.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.source import Checkpoint
+from lamella.errors import UserError
+from lamella.kernels import quantize_absmax, quantize_nf4
+from lamella.store.journal import Journal, free_bytes
+from lamella.store.layout import TORCH_DTYPE, Planned, PlannedGroup
+from lamella.units import format_bytes
+
+CHUNK_BYTES = 16 << 20
+_CHUNKS_IN_FLIGHT = 4
+_WRITES_IN_FLIGHT = 8
+_POLL_S = 0.1
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """The other end of the pipeline is gone."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    group: PlannedGroup
+    planned: Planned
+    start: int
+    data: Tensor
+    """uint8, a slice of a pooled buffer."""
+    pooled: Tensor
+    last_of_tensor: bool
+    last_of_group: bool
+
+
+@dataclass(frozen=True)
+class _Write:
+    group: PlannedGroup
+    name: str
+    offset: int
+    data: Tensor
+    pooled: Tensor | None = None
+    last_of_tensor: bool = False
+    last_of_group: bool = False
+
+
+class _Pipe:
+    """Queues and the one flag by which every side learns that another has failed."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.free: queue.Queue[Tensor] = queue.Queue()
+        for _ in range(_CHUNKS_IN_FLIGHT):
+            self.free.put(torch.empty(chunk_bytes, dtype=torch.uint8))
+        self.chunks: queue.Queue[_Chunk | None] = queue.Queue(_CHUNKS_IN_FLIGHT)
+        self.writes: queue.Queue[_Write | None] = queue.Queue(_WRITES_IN_FLIGHT)
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+
+    def get(self, source: queue.Queue[Any]) -> Any:
+        while True:
+            try:
+                return source.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self.stop.is_set():
+                    raise _Stopped from None
+
+    def put(self, target: queue.Queue[Any], item: Any) -> None:
+        while True:
+            try:
+                return target.put(item, timeout=_POLL_S)
+            except queue.Full:
+                if self.stop.is_set():
+                    raise _Stopped from None
+
+    def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work()
+            except _Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001  handed to the caller's thread, which raises it
+                self.error = error
+                self.stop.set()
+
+        thread = threading.Thread(target=guarded, name=name)
+        thread.start()
+        return thread
+
+
+def run_pipeline(
+    checkpoint: Checkpoint,
+    groups: list[PlannedGroup],
+    journal: Journal,
+    *,
+    block_size: int,
+    advance: Callable[[int, str], None],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Quantise and write every group that the journal does not have yet.
+
+    Args:
+        advance: called with source bytes done and the name of their file.
+        chunk_bytes: a multiple of 4 x block_size.
+
+    Raises:
+        UserError: NaN or infinity in a tensor (named), unreadable source, full disk. What is finished stays.
+    """
+    assert chunk_bytes % (4 * block_size) == 0
+    pending = [group for group in groups if group.key not in journal.done]
+    pipe = _Pipe(chunk_bytes)
+    threads = [
+        pipe.thread(lambda: _read(pipe, checkpoint, pending, chunk_bytes), "lamella-read"),
+        pipe.thread(lambda: _Writer(pipe, journal, pending).run(), "lamella-write"),
+    ]
+    try:
+        _quantise(pipe, block_size, advance)
+        pipe.put(pipe.writes, None)
+        threads[1].join()
+    except _Stopped:
+        pass
+    finally:
+        pipe.stop.set()
+        for thread in threads:
+            thread.join()
+    if pipe.error is not None:
+        raise pipe.error
+
+
+def _read(pipe: _Pipe, checkpoint: Checkpoint, groups: list[PlannedGroup], chunk_bytes: int) -> None:
+    for group in groups:
+        for planned in group.tensors:
+            total = planned.tensor.nbytes
+            for start in range(0, max(total, 1), chunk_bytes):  # an empty tensor is one empty chunk
+                pooled = pipe.get(pipe.free)
+                data = pooled[: min(chunk_bytes, total - start)]
+                checkpoint.read_into(planned.tensor, start, memoryview(data.numpy()))
+                last = start + chunk_bytes >= total
+                end = last and planned is group.tensors[-1]
+                pipe.put(pipe.chunks, _Chunk(group, planned, start, data, pooled, last, end))
+    pipe.put(pipe.chunks, None)
+
+
+def _quantise(pipe: _Pipe, block_size: int, advance: Callable[[int, str], None]) -> None:
+    absmax = torch.empty(0)
+    while (chunk := pipe.get(pipe.chunks)) is not None:
+        planned = chunk.planned
+        x = chunk.data.view(getattr(torch, TORCH_DTYPE[planned.tensor.dtype]))
+        if planned.format == "raw":
+            for write in _kept(chunk, x):
+                pipe.put(pipe.writes, write)
+        else:
+            if chunk.start == 0:
+                absmax = torch.empty(-(-planned.tensor.numel // block_size))
+            first = chunk.start // planned.tensor.itemsize // block_size
+            scales = absmax[first : first + -(-x.numel() // block_size)]
+            codes, _ = _named(planned.tensor, lambda x=x, scales=scales: quantize_nf4(x, block_size, absmax=scales))
+            pipe.put(pipe.free, chunk.pooled)
+            offset = planned.parts["codes"][0] + chunk.start // planned.tensor.itemsize // 2
+            pipe.put(pipe.writes, _Write(chunk.group, planned.tensor.name, offset, codes.view(-1)))
+            if chunk.last_of_tensor:
+                for write in _scale_writes(chunk, absmax):
+                    pipe.put(pipe.writes, write)
+        advance(chunk.data.numel(), chunk.group.file)
+
+
+def _kept(chunk: _Chunk, x: Tensor) -> Iterable[_Write]:
+    planned = chunk.planned
+    if x.is_floating_point() and planned.tensor_class != "other":  # masks among the others may hold infinities
+        refuse_non_finite(x, planned.tensor)
+    target = getattr(torch, planned.dtype)
+    data = x if x.dtype == target else x.to(target)
+    start = chunk.start // planned.tensor.itemsize * target.itemsize
+    yield _Write(chunk.group, planned.tensor.name, planned.parts["data"][0] + start, data.view(torch.uint8),
+                 chunk.pooled, chunk.last_of_tensor, chunk.last_of_group)  # fmt: skip
+
+
+def _scale_writes(chunk: _Chunk, absmax: Tensor) -> Iterable[_Write]:
+    """Writes of an nf4 tensor's scale parts, in the order of its parts; the last one ends the tensor."""
+    parts = chunk.planned.parts
+    if "absmax" in parts:
+        values = {"absmax": absmax}
+    else:
+        state = _named(chunk.planned.tensor, lambda: quantize_absmax(absmax))
+        values = {"absmax_q": state.q, "absmax_code": state.code, "absmax2": state.absmax2,
+                  "offset": state.offset.reshape(1)}  # fmt: skip
+    for part, value in values.items():
+        data = value.contiguous().view(torch.uint8).view(-1)
+        assert data.numel() == parts[part][1], f"{chunk.planned.tensor.name}: {part} has {data.numel()} bytes"
+        last = part in ("absmax", "offset")
+        yield _Write(chunk.group, chunk.planned.tensor.name, parts[part][0], data, None, last,
+                     last and chunk.last_of_group)  # fmt: skip
+
+
+def _named(tensor: TensorInfo, work: Callable[[], T]) -> T:
+    """Kernels know no names: add the tensor's to what they refuse."""
+    try:
+        return work()
+    except UserError as error:
+        raise UserError(f"tensor {tensor.name!r}: {error.what}", fix=error.fix, path=tensor.file) from error
+
+
+def refuse_non_finite(x: Tensor, tensor: TensorInfo) -> None:
+    """Raises:
+    UserError: `x` (values or block maxima) holds NaN or infinity; names the tensor.
+    """
+    if not bool(torch.isfinite(x).all()):
+        what = f"tensor {tensor.name!r} holds NaN or infinity"
+        raise UserError(what, fix="the checkpoint is damaged or overflowed: use another one", path=tensor.file)
+
+
+class _Writer:
+    """Writes parts at their places, hashes them, syncs and journals each finished file."""
+
+    def __init__(self, pipe: _Pipe, journal: Journal, groups: list[PlannedGroup]) -> None:
+        self.pipe = pipe
+        self.journal = journal
+        self.left_bytes = sum(group.nbytes for group in groups)
+
+    def run(self) -> None:
+        fd, digest, checksums = -1, xxhash.xxh3_128(), dict[str, str]()
+        try:
+            while (write := self.pipe.get(self.pipe.writes)) is not None:
+                file = self.journal.folder / write.group.file
+                if fd < 0:
+                    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                view = memoryview(write.data.numpy())
+                digest.update(view)
+                self._pwrite(fd, view, write.offset)
+                if write.pooled is not None:
+                    self.pipe.free.put(write.pooled)
+                if write.last_of_tensor:
+                    checksums[write.name] = digest.hexdigest()
+                    digest.reset()
+                if write.last_of_group:
+                    os.ftruncate(fd, write.group.nbytes)
+                    os.fsync(fd)
+                    os.close(fd)
+                    self.journal.finish_group(write.group.key, checksums)
+                    self.left_bytes -= write.group.nbytes
+                    fd, checksums = -1, {}
+        except OSError as error:
+            raise self._explained(error) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _pwrite(self, fd: int, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], offset + done)
+
+    def _explained(self, error: OSError) -> UserError:
+        return disk_error(error, self.journal.folder, self.left_bytes)
+
+
+def disk_error(error: OSError, folder: Path, left_bytes: int) -> UserError:
+    """A failed write, told with the bytes that are still needed and those that are free."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = free_bytes(folder)
+        what = f"disk is full: {format_bytes(left_bytes)} still to write, {format_bytes(free)} free"
+        return UserError(what, fix="make room and run the same command again; finished layers are kept", path=folder)
+    return UserError(f"cannot be written: {error.strerror}",
+                     fix="check the disk and run the same command again; finished layers are kept",
+                     path=folder)  # fmt: skip

@@ -1,0 +1,231 @@
+"""A checkpoint into a layer store: plan every byte, check everything, then stream.
+
+Nothing appears under the store's name until it is complete: work goes to `STORE.partial/`, whose finished
+files a later run keeps, and one rename ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lamella import __version__
+from lamella.checkpoint.facts import QUANTISED_CLASSES, classify_in_layer, classify_outer
+from lamella.checkpoint.fingerprint import fingerprint
+from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.source import Checkpoint
+from lamella.checkpoint.tied import Tying, find_tying
+from lamella.console import notice, progress
+from lamella.errors import UserError
+from lamella.store.journal import JOURNAL_NAME, Journal, free_bytes, partial_path, sync_folder
+from lamella.store.layout import TORCH_DTYPE, PlannedGroup, Wanted, plan_group
+from lamella.store.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    CopiedFile,
+    Group,
+    Manifest,
+    TensorRecord,
+    manifest_bytes,
+)
+from lamella.store.report import report_notices, report_rows
+from lamella.store.verify import file_checksum
+from lamella.units import format_bytes
+
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
+_SPARE_BYTES = 64 << 20
+"""Room asked for beside the weights: manifest, tokenizer, the file system's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeSettings:
+    block_size: int = 64
+    """Elements per scale."""
+    double_quant: bool = True
+    """Quantise the scales themselves to 8 bits."""
+    kept_dtype: Literal["source", "bf16"] = "source"
+    """Dtype of float tensors that stay unquantised."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a store before it is written."""
+
+    groups: list[PlannedGroup]
+    tying: Tying
+    notices: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+
+def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
+    """Class, format and place of every tensor.
+
+    Raises:
+        UserError: a weight to be quantised is not bf16, fp16 or fp32; no embeddings.
+    """
+    layout = checkpoint.layout
+    tying = find_tying(checkpoint)
+    outer = [_want_outer(t, settings) for t in layout.outer if t is not tying.drop]
+    groups = [plan_group("outer", "outer.bin", outer, settings.block_size, settings.double_quant)]
+    for i, layer in enumerate(layout.layers):
+        wanted = [_want(t, f"{layout.prefix}.{i}.", checkpoint.facts.num_experts, settings) for t in layer]
+        name = f"layers/{i:05d}.bin"
+        groups.append(plan_group(str(i), name, wanted, settings.block_size, settings.double_quant))
+    notices = [tying.conflict] if tying.conflict else []
+    if layout.beyond:
+        nbytes = sum(t.nbytes for t in layout.beyond)
+        notices.append(f"left out: {len(layout.beyond)} tensors ({format_bytes(nbytes)}) of {layout.prefix} past the "
+                       f"{len(layout.layers)} layers of config.json, first {layout.beyond[0].name}")  # fmt: skip
+    return Plan(groups, tying, tuple(notices + report_notices(groups)))
+
+
+def _kept_dtype(tensor: TensorInfo, settings: QuantizeSettings) -> str:
+    own = TORCH_DTYPE[tensor.dtype]
+    return "bfloat16" if settings.kept_dtype == "bf16" and own in ("float16", "float32") else own
+
+
+def _want_outer(tensor: TensorInfo, settings: QuantizeSettings) -> Wanted:
+    return Wanted(tensor, classify_outer(tensor.name), False, _kept_dtype(tensor, settings))
+
+
+def _want(tensor: TensorInfo, prefix: str, num_experts: int | None, settings: QuantizeSettings) -> Wanted:
+    kind = classify_in_layer(tensor.name.removeprefix(prefix), tensor.shape, num_experts)
+    if kind not in QUANTISED_CLASSES or tensor.numel == 0:
+        return Wanted(tensor, kind, False, _kept_dtype(tensor, settings))
+    if tensor.dtype not in ("BF16", "F16", "F32"):
+        raise UserError(f"tensor {tensor.name!r} is {tensor.dtype}, not bf16, fp16 or fp32",
+                        fix="give a bf16, fp16 or fp32 checkpoint", path=tensor.file)  # fmt: skip
+    return Wanted(tensor, kind, True, TORCH_DTYPE[tensor.dtype])
+
+
+def quantize_checkpoint(source: str | Path, store: Path, settings: QuantizeSettings | None = None) -> Manifest:
+    """Make the layer store `store` from a checkpoint, or go on with an interrupted one.
+
+    Args:
+        source: checkpoint folder or hub id.
+        store: folder to make; must not exist yet.
+
+    Raises:
+        UserError: `store` exists or cannot be written, bad checkpoint, a partial store of another source or
+            other settings, full disk, NaN or infinity in a weight.
+    """
+    settings = settings or QuantizeSettings()
+    if store.exists() and not (store.is_dir() and not any(store.iterdir())):
+        raise UserError("exists already", fix="give another -o STORE, or delete it first", path=store)
+    if settings.block_size < 32 or settings.block_size > 4096 or settings.block_size & (settings.block_size - 1):
+        raise UserError(f"block size {settings.block_size} is not a power of two from 32 to 4096", fix="use 64")
+    with Checkpoint.open(source) as checkpoint:
+        plan = plan_store(checkpoint, settings)
+        for line in plan.notices:
+            notice(line)
+        digest = fingerprint(checkpoint, plan.tying.tied)
+        head = {"format": FORMAT_VERSION, "fingerprint": digest, **asdict(settings)}
+        with Journal.open(store, head, plan.groups) as journal:
+            _check_room(plan, journal)
+            _stream(checkpoint, plan, journal, settings)
+            return _finish(checkpoint, plan, journal, settings, digest, store)
+
+
+def _check_room(plan: Plan, journal: Journal) -> None:
+    needed = sum(group.nbytes for group in plan.groups if group.key not in journal.done) + _SPARE_BYTES
+    free = free_bytes(journal.folder)
+    if free < needed:
+        raise UserError(f"disk has too little room: needs {format_bytes(needed)}, {format_bytes(free)} free",
+                        fix="make room or choose another -o STORE", path=journal.folder)  # fmt: skip
+
+
+def _stream(checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: QuantizeSettings) -> None:
+    from lamella.store.pipeline import run_pipeline
+
+    pending = [group for group in plan.groups if group.key not in journal.done]
+    if journal.done:
+        notice(f"going on: {len(journal.done)} of {len(plan.groups)} files are done")
+    total = sum(planned.tensor.nbytes for group in pending for planned in group.tensors)
+    with progress("quantise", total, "B") as meter:
+        run_pipeline(checkpoint, plan.groups, journal, block_size=settings.block_size, advance=meter.advance)
+
+
+def _finish(
+    checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: QuantizeSettings, digest: str, store: Path
+) -> Manifest:
+    """Copy the small files, write the manifest, and give the folder its name."""
+    from lamella.store.pipeline import disk_error
+
+    partial = partial_path(store)
+    try:
+        files = _copy_files(checkpoint, plan.tying.tied, partial)
+        groups = [_group(planned, journal.done[planned.key]) for planned in plan.groups]
+        manifest = Manifest(
+            format_version=FORMAT_VERSION, checksum="0" * 32, lamella_version=__version__, source_fingerprint=digest,
+            model_type=checkpoint.facts.model_type, num_layers=len(groups) - 1, layer_prefix=checkpoint.layout.prefix,
+            tie_word_embeddings=plan.tying.tied, block_size=settings.block_size, double_quant=settings.double_quant,
+            kept_dtype=settings.kept_dtype, notices=plan.notices, report=report_rows(plan.groups), files=files,
+            outer=groups[0], layers=tuple(groups[1:]),
+        )  # fmt: skip
+        data = manifest_bytes(manifest)
+        _write_synced(partial / MANIFEST_NAME, data)
+        sync_folder(partial / "layers")
+        sync_folder(partial)
+        os.rename(partial, store)
+        (store / JOURNAL_NAME).unlink()
+        sync_folder(store.resolve().parent)
+    except OSError as error:
+        raise disk_error(error, partial, _SPARE_BYTES) from error
+    return Manifest.model_validate_json(data)
+
+
+def _group(planned: PlannedGroup, checksums: Mapping[str, str]) -> Group:
+    tensors = tuple(
+        TensorRecord(
+            name=p.tensor.name, tensor_class=p.tensor_class, shape=p.tensor.shape, dtype=p.dtype, format=p.format,
+            parts=p.parts, checksum=checksums[p.tensor.name],
+        )
+        for p in planned.tensors
+    )  # fmt: skip
+    return Group(file=planned.file, nbytes=planned.nbytes, tensors=tensors)
+
+
+def _copy_files(checkpoint: Checkpoint, tied: bool, partial: Path) -> dict[str, CopiedFile]:
+    """Copy config, tokenizer and licence files; config.json gets the `tie_word_embeddings` in effect."""
+    copied: dict[str, CopiedFile] = {}
+    for pattern in _COPIED:
+        for file in sorted(checkpoint.path.glob(pattern)):
+            name = str(file.relative_to(checkpoint.path))
+            if name in copied or not file.is_file() or name.endswith(".safetensors.index.json") or name == MANIFEST_NAME:
+                continue
+            target = partial / name
+            target.parent.mkdir(exist_ok=True)
+            config = _corrected(checkpoint.config, tied) if name == "config.json" else None
+            if config is None:
+                shutil.copyfile(file, target)
+            else:
+                _write_synced(target, json.dumps(config, indent=2).encode() + b"\n")
+            copied[name] = CopiedFile(nbytes=target.stat().st_size, checksum=file_checksum(target))
+    return copied
+
+
+def _corrected(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
+    """config.json with the tying in effect, or None where it says so already."""
+    nested = config.get("text_config")
+    wrong_inside = isinstance(nested, dict) and nested.get("tie_word_embeddings", tied) is not tied
+    if config.get("tie_word_embeddings") is tied and not wrong_inside:
+        return None
+    new = {**config, "tie_word_embeddings": tied}
+    if isinstance(nested, dict):
+        new["text_config"] = {**nested, "tie_word_embeddings": tied}
+    return new
+
+
+def _write_synced(file: Path, data: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,197 @@
+"""Reading a store: one layer is one copy into one buffer, tensors are views of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lamella.errors import UserError
+from lamella.kernels import AbsmaxState, dequantize_absmax, dequantize_nf4
+from lamella.store.manifest import Group, Manifest, TensorRecord, read_manifest
+from lamella.store.verify import read_exactly, verify_store
+
+GroupKey = int | Literal["outer"]
+_RUN_NUMEL = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroup:
+    """A group's bytes in memory.
+
+    Attributes:
+        buffer: uint8 [group bytes or more], aligned to 64 bytes.
+        records: the group's tensors by name (shared by all loads of this group).
+        block_size: elements per scale.
+    """
+
+    buffer: Tensor
+    records: dict[str, TensorRecord]
+    block_size: int
+
+    def part(self, name: str, part: str, dtype: torch.dtype) -> Tensor:
+        """One part of a tensor as a flat view of `dtype`."""
+        offset, nbytes = self.records[name].parts[part]
+        return self.buffer[offset : offset + nbytes].view(dtype)
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor kept in its own dtype: a view of the buffer in its shape, no copy."""
+        record = self.records[name]
+        assert record.format == "raw", f"{name} is {record.format}, not raw"
+        return self.part(name, "data", getattr(torch, record.dtype)).view(record.shape)
+
+    def dequantize(self, name: str, out: Tensor) -> Tensor:
+        """Write a tensor of any format into `out`.
+
+        Args:
+            out: bf16, fp16 or fp32, contiguous, as many elements as the tensor; any shape.
+
+        Returns:
+            `out`.
+        """
+        record = self.records[name]
+        assert out.is_contiguous() and out.numel() == record.numel, f"{name}: out has {list(out.shape)}"
+        if record.format == "raw":
+            return out.copy_(self.raw(name).view(out.shape))
+        dequantize_nf4(self.part(name, "codes", torch.uint8), self._scales((name,)), out, self.block_size)
+        return out
+
+    def dequantize_many(self, names: Sequence[str], out: Tensor) -> Tensor:
+        """Write tensors one after the other into `out`, as if concatenated flat.
+
+        Expert matrices that the store holds side by side (see `lamella.store.layout`) take one kernel call
+        in all (a few for very large runs). Names must be in that order: for each expert gate then up, or down for each expert.
+
+        Args:
+            out: bf16, fp16 or fp32, contiguous, as many elements as all the tensors together.
+        """
+        records = [self.records[name] for name in names]
+        assert out.is_contiguous() and out.numel() == sum(record.numel for record in records)
+        flat, position = out.view(-1), 0
+        if len(records) > 1 and _side_by_side(records, self.block_size):
+            step = max(1, _RUN_NUMEL // records[0].numel)  # bounds the buffer of first-level scales
+            for first in range(0, len(records), step):
+                run = records[first : first + step]
+                start, nbytes = run[0].parts["codes"]
+                codes = self.buffer[start : start + nbytes * len(run)]
+                target = flat[first * run[0].numel : (first + len(run)) * run[0].numel]
+                dequantize_nf4(codes, self._scales([r.name for r in run]), target, self.block_size)
+            return out
+        for record in records:
+            self.dequantize(record.name, flat[position : position + record.numel])
+            position += record.numel
+        return out
+
+    def _scales(self, names: Sequence[str]) -> Tensor | AbsmaxState:
+        """First-level scales, fp32 or still double quantised, of tensors whose scale parts lie at even distances."""
+        if "absmax" in self.records[names[0]].parts:
+            return self._strided(names, "absmax", torch.float32).reshape(-1)
+        offset = self._strided(names, "offset", torch.float32)
+        state = AbsmaxState(
+            self._strided(names, "absmax_q", torch.uint8).contiguous().view(-1),
+            self.part(names[0], "absmax_code", torch.float32),
+            self._strided(names, "absmax2", torch.float32).contiguous().view(-1),
+            offset[0, 0] if len(names) == 1 else torch.zeros(()),
+        )
+        if len(names) == 1:
+            return state
+        scales = dequantize_absmax(state)  # offsets differ by tensor; x + 0 is exact, so adding them after is the same
+        return scales.view(len(names), -1).add_(offset).view(-1)
+
+    def _strided(self, names: Sequence[str], part: str, dtype: torch.dtype) -> Tensor:
+        """The same part of several tensors as rows of one view [tensors, elements]."""
+        first, nbytes = self.records[names[0]].parts[part]
+        stride = self.records[names[1]].parts[part][0] - first if len(names) > 1 else nbytes
+        item = dtype.itemsize
+        flat = self.buffer[first:] if item == 1 else self.buffer[first : self.buffer.numel() // item * item].view(dtype)
+        return flat.as_strided((len(names), nbytes // item), (stride // item, 1))
+
+
+def _side_by_side(records: Sequence[TensorRecord], block_size: int) -> bool:
+    """Whether these nf4 tensors can be dequantised as one: codes without gaps, other parts at even distances."""
+    first = records[0]
+    if any(r.format != "nf4" or r.shape != first.shape for r in records):
+        return False
+    if first.numel % block_size or ("absmax2" in first.parts and first.numel // block_size % 256):
+        return False
+    if records[1].parts["codes"][0] - first.parts["codes"][0] != first.parts["codes"][1]:
+        return False
+    for part in first.parts:
+        stride = records[1].parts[part][0] - first.parts[part][0]
+        if any(r.parts[part][0] != first.parts[part][0] + i * stride for i, r in enumerate(records)):
+            return False
+    return True
+
+
+class Store:
+    """A layer store on disk. Opening reads the manifest; weights are read by `load`."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Open a finished store.
+
+        Raises:
+            UserError: no store, unfinished, or inconsistent (names the layer and tensor).
+        """
+        path = Path(path)
+        return cls(path, read_manifest(path))
+
+    def _group(self, i: GroupKey) -> Group:
+        return self.manifest.outer if i == "outer" else self.manifest.layers[i]
+
+    def records(self, i: GroupKey) -> tuple[TensorRecord, ...]:
+        """Tensors of layer `i`, or of everything outside the layers ("outer")."""
+        return self._group(i).tensors
+
+    def group_bytes(self, i: GroupKey) -> int:
+        """Size of that group's file, which `load` reads whole."""
+        return self._group(i).nbytes
+
+    @cached_property
+    def _indexes(self) -> dict[GroupKey, dict[str, TensorRecord]]:
+        return {key: {record.name: record for record in group.tensors} for key, group in self.manifest.groups()}
+
+    def load(self, i: GroupKey, into: Tensor | None = None) -> PackedGroup:
+        """Read a group's file with pread.
+
+        Args:
+            into: uint8, contiguous, at least `group_bytes(i)` long, aligned to 64 bytes; None allocates.
+
+        Raises:
+            UserError: the file is shorter than when the store was opened, or cannot be read.
+        """
+        group = self._group(i)
+        buffer = torch.empty(group.nbytes, dtype=torch.uint8) if into is None else into[: group.nbytes]
+        assert buffer.dtype == torch.uint8 and buffer.is_contiguous() and buffer.numel() == group.nbytes
+        assert group.nbytes == 0 or buffer.data_ptr() % 64 == 0, "buffer is not aligned to 64 bytes"
+        file = self.path / group.file
+        try:
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                read_exactly(fd, memoryview(buffer.numpy()), 0, file)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", fix="check the disk", path=file) from error
+        return PackedGroup(buffer, self._indexes[i], self.manifest.block_size)
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> list[str]:
+        """Read every byte and compare checksums.
+
+        Args:
+            progress: called with the bytes read since the last call.
+
+        Returns:
+            What differs: tensor names, "FILE: padding at byte N", names of copied files, "manifest.json".
+        """
+        return verify_store(self.path, self.manifest, progress or (lambda _: None))

@@ -1,0 +1,105 @@
+"""What quantising did to each class of tensors, told by name, count and bytes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from lamella.checkpoint.facts import QUANTISED_CLASSES, expert_pattern
+from lamella.store.layout import Planned, PlannedGroup
+from lamella.store.manifest import Manifest, ReportRow
+from lamella.units import format_bytes, format_count
+
+_ORDER = ("attention", "mlp", "experts", "router", "norm", "bias", "embedding", "head", "other")
+
+
+def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
+    """One row for each class, format and dtype.
+
+    A scale table shared by a file's tensors is counted once.
+    """
+    tables = 0
+    items: list[Planned] = []
+    for group in groups:
+        tables += 1024 if any("absmax_code" in planned.parts for planned in group.tensors) else 0
+        items += group.tensors
+
+    def key(planned: Planned) -> tuple[int, str, str]:
+        return _ORDER.index(planned.tensor_class), planned.format, planned.dtype
+
+    rows = []
+    for (order, kind, dtype), members in groupby(sorted(items, key=key), key):
+        found = list(members)
+        parameters = sum(p.tensor.numel for p in found)
+        store = sum(n for p in found for part, (_, n) in p.parts.items() if part != "absmax_code")
+        if kind == "nf4":  # the first nf4 row carries the shared tables
+            store, tables = store + tables, 0
+        rows.append(ReportRow(
+            tensor_class=_ORDER[order], format=kind, dtype=dtype, count=len(found), parameters=parameters,
+            bytes_source=sum(p.tensor.nbytes for p in found), bytes_store=store,
+            bytes_per_weight=round(store / max(parameters, 1), 4),
+            names=tuple(sorted({expert_pattern(p.tensor.name) for p in found})),
+        ))  # fmt: skip
+    return tuple(rows)
+
+
+def report_notices(groups: Iterable[PlannedGroup]) -> list[str]:
+    """Lines that must be seen: weights of decoder layers that did not become 4-bit, and fp32 that stays."""
+    layers = [p for group in groups if group.key != "outer" for p in group.tensors]
+    everything = sum(p.tensor.numel for p in layers)
+    lines = []
+    left: dict[str, int] = {}
+    for planned in layers:
+        matrix = len(planned.tensor.shape) >= 2 and planned.tensor_class in (*QUANTISED_CLASSES, "other")
+        if planned.format == "raw" and matrix:
+            pattern = expert_pattern(planned.tensor.name)
+            left[pattern] = left.get(pattern, 0) + planned.tensor.numel
+    if left:
+        share = 100 * sum(left.values()) / everything
+        lines.append(f"NOT QUANTISED: {share:.2g} % of the decoder layers' weights stay in their source dtype, "
+                     f"being of no known kind: {', '.join(left)}")  # fmt: skip
+    unknown = sorted({expert_pattern(p.tensor.name) for p in layers if p.tensor_class == "other"} - set(left))
+    if unknown:
+        lines.append(f"kept as they are, of no known kind: {', '.join(unknown)}")
+    wide = sum(n for group in groups for p in group.tensors if p.format == "raw" and p.dtype == "float32"
+               for _, n in p.parts.values())  # fmt: skip
+    if wide:
+        lines.append(f"{format_bytes(wide)} of kept tensors are fp32 as in the source (--kept-dtype bf16 halves them)")
+    return lines
+
+
+def report_table(rows: Iterable[ReportRow], title: str) -> Any:
+    """The rows as a rich table."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("class", "stored as", "tensors", "parameters", "before", "after", "bytes/weight", "names"):
+        table.add_column(name, justify="left" if name in ("class", "stored as", "names") else "right",
+                         overflow="fold")  # fmt: skip
+    total = [0, 0, 0, 0]
+    for row in rows:
+        names = row.names if row.format == "raw" and row.tensor_class != "bias" else row.names[:3]
+        more = f"\n... {len(row.names) - len(names)} more" if len(row.names) > len(names) else ""
+        table.add_row(
+            row.tensor_class, "nf4" if row.format == "nf4" else row.dtype, str(row.count), format_count(row.parameters),
+            format_bytes(row.bytes_source), format_bytes(row.bytes_store), f"{row.bytes_per_weight:.3f}",
+            "\n".join(names) + more,
+        )  # fmt: skip
+        for i, n in enumerate((row.count, row.parameters, row.bytes_source, row.bytes_store)):
+            total[i] += n
+    table.add_section()
+    table.add_row("all", "", str(total[0]), format_count(total[1]), format_bytes(total[2]), format_bytes(total[3]),
+                  f"{total[3] / max(total[1], 1):.3f}", "")  # fmt: skip
+    return table
+
+
+def report_json(manifest: Manifest) -> dict[str, Any]:
+    """What `--json` prints of a store."""
+    return {
+        "model_type": manifest.model_type, "layers": manifest.num_layers, "block_size": manifest.block_size,
+        "double_quant": manifest.double_quant, "kept_dtype": manifest.kept_dtype,
+        "tie_word_embeddings": manifest.tie_word_embeddings, "source_fingerprint": manifest.source_fingerprint,
+        "bytes": sum(group.nbytes for _, group in manifest.groups()), "notices": list(manifest.notices),
+        "classes": [row.model_dump(mode="json") for row in manifest.report],
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""From a `RunConfig` to a run folder: adapter, checkpoints, metrics and receipt."""

@@ -1,0 +1,224 @@
+"""Checkpoints that are either complete or not there.
+
+    checkpoints/step-00000050/            adapter_model.safetensors, adapter_config.json (PEFT)
+                                          optimizer.safetensors, state.json
+                                          complete.json: sizes and checksums of the others, written last
+    checkpoints/step-00000100.partial/    what a killed save leaves behind
+
+A save fills a `.partial` folder, flushes every file to disk, writes `complete.json` and only then takes its
+name by one rename. Reading trusts a folder only when every file has the recorded size and checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lamella.errors import UserError
+from lamella.units import format_bytes
+
+_NAME = re.compile(r"step-(\d+)")
+RECORD = "complete.json"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MARGIN_BYTES = 1 << 20  # JSON files, headers, directory blocks
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file, as hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: readers see the old file or the whole new one. NaN is refused (not JSON)."""
+    temp = path.with_name(path.name + ".partial")
+    with temp.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temp, path)
+
+
+def fault_of(folder: Path) -> str:
+    """Why a checkpoint folder must not be used; empty when it is complete."""
+    try:
+        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"no {RECORD}: the save did not finish"
+    except (ValueError, KeyError):
+        return f"{RECORD} is damaged"
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
+        if checksum(path) != entry["xxh3_128"]:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete checkpoint (None: there is none), and newer or unfinished ones with their fault."""
+
+    path: Path | None
+    incomplete: dict[str, str]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: holds them; made on the first save.
+        keep: how many to keep besides the best one.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder under its final name, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(m[1]) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+
+    def latest(self) -> Found:
+        incomplete = {}
+        if self.folder.is_dir():
+            for path in sorted(self.folder.glob("step-*.partial")):
+                incomplete[path.name.removesuffix(".partial")] = "the save did not finish"
+        for step in reversed(self.steps()):
+            fault = fault_of(self.path(step))
+            if not fault:
+                return Found(self.path(step), incomplete)
+            incomplete[self.path(step).name] = fault
+        return Found(None, incomplete)
+
+    def check_space(self, need_bytes: int) -> None:
+        """Raises `UserError` when the disk has less than `need_bytes` (plus a margin) free."""
+        parent = next(p for p in (self.folder, *self.folder.parents) if p.is_dir())
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < need_bytes + _MARGIN_BYTES:
+            raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free_bytes)
+
+    def save(
+        self,
+        step: int,
+        save_adapter: Callable[[Path], None],
+        optimizer: dict[str, Tensor],
+        state: dict[str, Any],
+        need_bytes: int,
+    ) -> Path:
+        """Write the checkpoint of `step` (updates made so far).
+
+        Args:
+            save_adapter: writes the adapter's files into the folder given.
+            need_bytes: size to expect; checked against free space first.
+
+        Raises:
+            UserError: disk full; earlier checkpoints are untouched and nothing half-made stays.
+        """
+        self.check_space(need_bytes)
+        final = self.path(step)
+        temp = final.with_name(final.name + ".partial")
+        try:
+            if temp.exists():
+                shutil.rmtree(temp)
+            temp.mkdir(parents=True)
+            save_adapter(temp)
+            save_file(optimizer, temp / OPTIMIZER)
+            write_json(temp / STATE, state)
+            files = sorted(p for p in temp.iterdir() if p.is_file())
+            for path in files:
+                fsync_path(path)
+            write_json(
+                temp / RECORD,
+                {
+                    "step": step,
+                    "files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": checksum(p)} for p in files},
+                },
+            )
+        except (OSError, SafetensorError) as error:
+            free_bytes = shutil.disk_usage(self.folder.parent).free
+            shutil.rmtree(temp, ignore_errors=True)
+            if _is_full(error):
+                raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free_bytes) from error
+            raise
+        if final.exists():
+            self._remove(final)
+        os.rename(temp, final)
+        fsync_path(self.folder)
+        return final
+
+    def prune(self, best: int | None) -> None:
+        """Drop all but the newest `keep` checkpoints and the best one, and what killed saves left."""
+        others = [step for step in self.steps() if step != best]
+        for step in others[: -self.keep]:
+            self._remove(self.path(step))
+        for pattern in ("step-*.partial", "step-*.removed"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path)
+
+    def _remove(self, path: Path) -> None:
+        gone = path.with_name(path.name + ".removed")  # a kill half-way must not leave a torn checkpoint by its name
+        if gone.exists():
+            shutil.rmtree(gone)
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+
+
+def load_optimizer(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / OPTIMIZER)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"os error {code}" in str(error) for code in _FULL)
+
+
+def _disk_full(folder: Path, need_bytes: int, free_bytes: int) -> UserError:
+    return UserError(
+        f"not enough disk space for a checkpoint: {format_bytes(need_bytes)} ({need_bytes} bytes) needed, "
+        f"{format_bytes(free_bytes)} ({free_bytes} bytes) free",
+        fix="free some space, lower checkpoint.keep or move runs_dir; then run again with --resume. "
+        "Earlier checkpoints are intact",
+        path=folder,
+    )

@@ -1,0 +1,391 @@
+"""Training, top to bottom: open, check, step, measure, save, prove.
+
+Step k takes the rows that the plan gives it, adds up gradients of sum(CE) / n over its n label tokens, and updates
+the adapter once. Everything is a function of the configuration, the seed and k, so a run resumed from a checkpoint
+ends with the bits of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lamella.config import RunConfig
+from lamella.console import notice, progress
+from lamella.errors import RunFailed, UserError
+from lamella.hardware.memory import peak_rss_bytes, rss_bytes
+from lamella.train import receipt as receipts
+from lamella.train.checkpoint import load_optimizer, load_state
+from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
+from lamella.train.optimizer import Optimizer
+from lamella.train.parts import Parts, StepRows, TrainResult
+from lamella.train.ranks import Ranks, share_rows
+from lamella.train.state import Best, RunState, digest_of, digests, direction, without_gradient
+
+Assemble = Callable[[RunConfig, Ranks, bool], Parts]
+
+
+@dataclass
+class Run:
+    """One run in progress."""
+
+    config: RunConfig
+    ranks: Ranks
+    folder: RunFolder
+    parts: Parts
+    optimizer: Optimizer
+    state: RunState
+    initial: dict[str, str]
+    zero_names: tuple[str, ...]
+    started_s: float
+    stop: bool = False
+
+    @property
+    def total_steps(self) -> int:
+        return self.parts.data.steps
+
+    def warn(self, text: str) -> None:
+        """Say it once, and keep it for the receipt."""
+        if text not in self.state.warnings:
+            self.state.warnings.append(text)
+            if self.ranks.first:
+                notice(f"warning: {text}")
+
+
+def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None = None) -> TrainResult:
+    """Train as `config` says and leave adapter, metrics and receipt in `<runs_dir>/<name>`.
+
+    Args:
+        mode: `auto` goes on from a complete checkpoint of the same configuration, `resume` insists on one, `fresh`
+            drops what an earlier run of this name left.
+        assemble: opens store, data, engine and adapter; the real rooms by default.
+
+    Raises:
+        UserError: bad input, nothing trained.
+        RunFailed: training that cannot be trusted; `receipt.json` says why.
+        KeyboardInterrupt: stopped by a signal, after saving.
+    """
+    if assemble is None:
+        from lamella.train.assemble import assemble_parts
+
+        assemble = assemble_parts
+    if config.validation.data:
+        direction(config.validation)
+    ranks = Ranks.join()
+    folder = RunFolder(config)
+    try:
+        beginning = ranks.on_first(lambda: _begin(folder, mode))
+        parts = assemble(config, ranks, beginning.checkpoint is None)
+        run = _open_run(config, ranks, folder, parts, beginning)
+        return _train(run)
+    finally:
+        folder.close()
+        ranks.leave()
+
+
+def _begin(folder: RunFolder, mode: Mode) -> Beginning:
+    folder.open()
+    beginning = folder.begin(mode)
+    report_beginning(beginning)
+    return beginning
+
+
+def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, beginning: Beginning) -> Run:
+    parameters = parts.adapter.parameters()
+    initial = digests(parameters, parts.class_of)
+    zero_names = tuple(name for name, p in parameters.items() if not bool(p.detach().any()))
+    state = RunState(
+        config=config.model_dump(mode="json"),
+        data_fingerprint=parts.data.fingerprint,
+        store_fingerprint=parts.base.fingerprint,
+        initial=digest_of(initial),
+        untouched=list(initial),
+        start=dict(parts.start),
+    )
+    ranks.agree("configuration", state.config)
+    ranks.agree("data", state.data_fingerprint)
+    ranks.agree("store", state.store_fingerprint)
+    ranks.agree("initial adapter", state.initial)
+    optimizer = Optimizer(parameters, config.train, parts.data.steps)
+    if parts.validator is not None:
+        if config.validation.metric not in parts.validator.names:
+            raise UserError(
+                f"validation.metric = {config.validation.metric!r} is not measured",
+                fix=f"choose one of: {', '.join(parts.validator.names)}",
+            )
+        state.best = Best(config.validation.metric, direction(config.validation))
+    if beginning.checkpoint is not None:
+        state.resume(load_state(beginning.checkpoint))
+        parts.adapter.load_state(beginning.checkpoint)
+        optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
+    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, time.perf_counter())
+
+
+def _train(run: Run) -> TrainResult:
+    try:
+        receipts.check_before(run.config, run.parts)
+        if run.state.step == 0:
+            _check_start(run)
+        if not _all_steps(run):
+            raise KeyboardInterrupt
+        return _finish(run)
+    except (Exception, KeyboardInterrupt) as error:
+        if run.ranks.first:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            reason = str(error) or type(error).__name__
+            receipts.write(run.folder.receipt_path, receipts.gather(_facts(run), status, reason))
+        raise
+
+
+def _check_start(run: Run) -> None:
+    """The fresh adapter changes nothing yet, and the loss is one a language model can have."""
+    base, adapted = run.parts.start["base"], run.parts.start["adapter"]
+    if not math.isfinite(base):
+        raise RunFailed(
+            f"the base model's loss on the first rows is {base}, before any training",
+            fix="check the store with `lamella store verify`; with fp16 try compute.dtype bf16 or fp32",
+        )
+    if run.parts.fresh and base != adapted:
+        raise RunFailed(f"a fresh adapter must change nothing, but the loss goes from {base} to {adapted}")
+    uniform = math.log(run.parts.vocab_size)
+    if base > 1.5 * uniform:
+        run.warn(
+            f"loss before training is {base:.2f}, far above ln(vocabulary) = {uniform:.2f}: "
+            "a model that guesses would do better; check chat template, tokenizer and checkpoint"
+        )
+
+
+def _all_steps(run: Run) -> bool:
+    """Take the steps that are left; False when asked to stop before the last."""
+    every, state = run.config.checkpoint.every_steps, run.state
+    with _stop_signals(run), progress("train", run.total_steps, "steps") as meter:
+        meter.advance(state.step)
+        while state.step < run.total_steps:
+            line, asked_to_stop = _take_step(run)
+            if run.ranks.first:
+                run.folder.metrics.append(line)
+            loss = "skipped" if line["loss"] is None else f"loss {line['loss']:.4f}"
+            meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s")
+            _check_moved(run)
+            _stop_if_bad(run)
+            last = state.step == run.total_steps
+            new_best = _validate(run) if last or state.step % run.config.validation.every_steps == 0 else False
+            if last or asked_to_stop or new_best or (every and state.step % every == 0):
+                _save(run)
+            if asked_to_stop and not last:
+                if run.ranks.first:
+                    notice(f"stopped after step {state.step} of {run.total_steps}, saved; go on with --resume")
+                return False
+    return True
+
+
+def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
+    """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
+    state, data, k = run.state, run.parts.data, run.state.step
+    begin_s = time.perf_counter()
+    rows = data.rows_of(k)
+    tokens = sum(data.tokens(row) for row in rows.rows)
+    label_tokens = sum(data.label_tokens(row) for row in rows.rows)
+    run.optimizer.zero_grad()
+    loss_sum, aux, present, asked_to_stop = _gradients(run, k, rows, label_tokens)
+    norm, rate, reason = math.nan, None, ""
+    if label_tokens == 0:
+        reason = "no label tokens"
+        state.empty_steps += 1
+    elif not math.isfinite(loss_sum + aux):
+        reason = f"non-finite loss ({loss_sum / label_tokens}, router balancing {aux})"
+    else:
+        _check_present(run, present)
+        run.ranks.sum_gradients(list(run.optimizer.parameters.values()), present)
+        norm = run.ranks.from_first(run.optimizer.grad_norm())
+        if math.isfinite(norm):
+            _note_touched(run)
+            rate = run.optimizer.step(k, norm)
+        else:
+            reason = f"non-finite gradient (norm {norm})"
+    if not reason:
+        state.updates += 1
+    bad = bool(reason) and label_tokens > 0
+    state.bad_steps += bad
+    state.bad_in_row = state.bad_in_row + 1 if bad else 0
+    state.step, state.epoch, state.index = k + 1, rows.epoch, rows.index + len(rows.rows)
+    step_s = time.perf_counter() - begin_s
+    line = {
+        "step": k + 1,
+        "epoch": rows.epoch,
+        "loss": None if reason else loss_sum / label_tokens,
+        "aux": aux if math.isfinite(aux) and label_tokens else None,
+        "grad_norm": norm if math.isfinite(norm) else None,
+        "learning_rate": rate,
+        "rows": len(rows.rows),
+        "tokens": tokens,
+        "label_tokens": label_tokens,
+        "step_s": step_s,
+        "tokens_per_s": tokens / max(step_s, 1e-9),
+        "rss_bytes": rss_bytes(),
+        "skipped": reason or None,
+    }
+    return line, asked_to_stop
+
+
+def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[float, float, list[bool], bool]:
+    """This rank's share of the step, then the sums over ranks: loss, aux, which parameters have a gradient, stop.
+
+    A rank that fails still takes part in the sum, so that the others learn of it and end too.
+    """
+    ranks, parameters = run.ranks, run.optimizer.parameters
+    lengths = [run.parts.data.tokens(row) for row in rows.rows]
+    mine = [rows.rows[position] for position in share_rows(lengths, ranks.world)[ranks.rank]]
+    loss_sum = aux = 0.0
+    try:
+        if mine and label_tokens:
+            out = run.parts.engine.step(run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens)
+            loss_sum, aux = out.loss_sum, out.aux
+    except Exception as error:
+        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, *[0.0] * len(parameters)])
+        ranks.gather(str(error) or repr(error))
+        raise
+    present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
+    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, *present])
+    if total[3]:
+        failures = enumerate(ranks.gather(""))
+        rank, text = next((rank, text) for rank, text in failures if text)
+        raise RunFailed(f"rank {rank} failed in step {k + 1}: {text}")
+    return total[0], total[1], [n > 0 for n in total[4:]], total[2] > 0
+
+
+def _check_present(run: Run, present: list[bool]) -> None:
+    missing = [name for name, there in zip(run.optimizer.parameters, present, strict=True) if not there]
+    if missing:
+        raise RunFailed(
+            f"{len(missing)} of {len(present)} trainable tensors have no gradient in step {run.state.step + 1}: "
+            + _some(missing),
+            fix="remove them from lora.targets, or report this: they would never train",
+        )
+
+
+def _note_touched(run: Run) -> None:
+    """Strike units off the list of those that never saw a gradient other than zero."""
+    state = run.state
+    if state.untouched:
+        state.untouched = without_gradient(state.untouched, run.optimizer.parameters, run.parts.class_of)
+
+
+def _check_moved(run: Run) -> None:
+    """After two updates B and then A must have moved everywhere, except in experts that no token reached."""
+    if run.state.updates != 2 or run.state.bad_in_row:
+        return
+    table = receipts.moved_table(run.parts, run.initial, run.state.untouched)
+    dead = [name for row in table for name in row["dead"]]
+    if dead:
+        raise RunFailed(f"{len(dead)} trainable tensors did not move in two updates: {_some(dead)}")
+
+
+def _stop_if_bad(run: Run) -> None:
+    limit = max(run.config.train.max_bad_steps, 1)
+    if run.state.bad_in_row >= limit:
+        raise RunFailed(
+            f"{run.state.bad_in_row} steps in a row (to step {run.state.step}) had a non-finite loss or gradient",
+            fix="lower train.learning_rate, set train.clip_norm, or use bf16 or fp32; the last good checkpoint is kept",
+        )
+
+
+def _validate(run: Run) -> bool:
+    """Measure, log, and say whether this is the best so far."""
+    if run.parts.validator is None or run.state.best is None:
+        return False
+    values = run.parts.validator.measure()
+    chosen = values[run.state.best.metric]
+    for name, value in values.items():
+        if not math.isfinite(value):
+            run.warn(f"validation {name} is {value} after step {run.state.step}")
+    better = run.state.best.offer(chosen, run.state.step)
+    if run.ranks.first:
+        shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        run.folder.validations.append({"step": run.state.step, **shown, "best": better})
+    return better
+
+
+def _save(run: Run) -> None:
+    run.ranks.on_first(lambda: _save_here(run))
+
+
+def _save_here(run: Run) -> None:
+    parameters = run.optimizer.parameters
+    broken = [name for name, p in parameters.items() if not bool(torch.isfinite(p.detach()).all())]
+    if broken:
+        raise RunFailed(f"{len(broken)} adapter tensors are not finite after step {run.state.step}: {_some(broken)}")
+    moments = run.optimizer.state_tensors()
+    need_bytes = sum(t.numel() * t.element_size() for t in [*parameters.values(), *moments.values()])
+    best = run.state.best.step if run.state.best else None
+    run.folder.checkpoints.save(
+        run.state.step, lambda folder: run.parts.adapter.save(folder), moments, run.state.to_json(), need_bytes
+    )
+    run.folder.checkpoints.prune(best)
+
+
+def _finish(run: Run) -> TrainResult:
+    """Save the adapter under the run's name, prove it, write the receipt."""
+    if run.state.updates == 0:
+        raise RunFailed(f"none of {run.state.step} steps updated the adapter")
+    run.ranks.agree("trained adapter", digest_of(digests(run.optimizer.parameters, run.parts.class_of)))
+    best = run.state.best
+    if best is not None and best.step is not None and not run.folder.checkpoints.path(best.step).is_dir():
+        run.warn(f"the best checkpoint (step {best.step}) is gone: {run.folder.checkpoints.path(best.step)}")
+    facts = _facts(run)
+    run.ranks.on_first(lambda: receipts.prove(facts, run.folder))
+    if run.ranks.first:
+        receipts.show(run.folder.receipt_path)
+    lines = run.folder.metrics.read()
+    return TrainResult(
+        run_dir=run.folder.path,
+        receipt_path=run.folder.receipt_path,
+        tokens_per_s=receipts.tokens_per_s(lines),
+        peak_rss_bytes=peak_rss_bytes(),
+        train_s=time.perf_counter() - run.started_s,
+        final_loss=receipts.final_loss(lines),
+    )
+
+
+def _facts(run: Run) -> receipts.Facts:
+    return receipts.Facts(
+        config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
+        zero_names=run.zero_names, metrics=run.folder.metrics.read(), checkpoints=run.folder.checkpoints,
+        train_s=time.perf_counter() - run.started_s, world=run.ranks.world,
+    )  # fmt: skip
+
+
+@contextmanager
+def _stop_signals(run: Run) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after the step under way; the second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop:
+            raise KeyboardInterrupt
+        run.stop = True
+        if run.ranks.first:
+            notice("stopping after this step; once more to stop at once, without saving")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

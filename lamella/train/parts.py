@@ -1,0 +1,124 @@
+"""What the training loop works with, said as protocols: the loop knows no model, store or file format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lamella.models.layout import PackedBatch
+
+
+class StepOutput(Protocol):
+    """`loss_sum`: cross-entropy summed over label tokens, not yet divided; `aux`: router balancing loss, unweighted."""
+
+    @property
+    def loss_sum(self) -> float: ...
+    @property
+    def aux(self) -> float: ...
+    @property
+    def label_tokens(self) -> int: ...
+
+
+class Engine(Protocol):
+    def step(self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int) -> StepOutput: ...
+    def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
+    def facts(self) -> dict[str, Any]: ...
+
+
+class Adapter(Protocol):
+    """`save` and `load_state` keep every bit; `saved_settings` reads rank, alpha, ... back from saved files, by their
+    names in the config (`lora.rank`)."""
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    def save(self, folder: Path) -> Any: ...
+    def load_state(self, folder: Path) -> None: ...
+    def saved_settings(self, folder: Path) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of one optimizer step: `epoch` from 0, `index` of the first row in that epoch, and their ids."""
+
+    epoch: int
+    index: int
+    rows: tuple[int, ...]
+
+
+class TrainData(Protocol):
+    """Encoded rows and the plan that deals them to steps; both follow from the seed alone."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+    def rows_of(self, step_index: int) -> StepRows: ...
+    def tokens(self, row: int) -> int: ...
+    def label_tokens(self, row: int) -> int: ...
+    def pack(self, rows: Sequence[int]) -> list[PackedBatch]: ...
+    def report(self) -> dict[str, Any]: ...
+    def decoded_labels(self, count: int) -> list[dict[str, Any]]: ...
+
+
+class Validator(Protocol):
+    """Measures the model as it is; `names` says what `measure` will return."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def measure(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model, as the receipt shows it.
+
+    Attributes:
+        fingerprint: identity of the store's content.
+        tensors: per tensor class its number, parameters, bytes and format.
+        verify: names of stored tensors whose checksum differs now.
+        expected: adapter parameters by class, computed from the store's shapes and the asked rank; with the formula.
+    """
+
+    fingerprint: str
+    path: Path
+    tensors: list[dict[str, Any]]
+    verify: Callable[[], list[str]]
+    expected: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run works with, opened from its config.
+
+    Attributes:
+        start: loss per label token of the first micro-batch of step 0 without (`base`) and with the fresh adapter
+            (`adapter`); empty on a resumed run.
+        class_of: parameter name -> tensor class ("attention", "mlp", "experts", ...).
+        fresh: adapter B is zero at the start (no `init_adapter`).
+    """
+
+    engine: Engine
+    adapter: Adapter
+    data: TrainData
+    base: Base
+    vocab_size: int
+    class_of: Callable[[str], str]
+    validator: Validator | None = None
+    start: dict[str, float] = field(default_factory=dict)
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where the run lies and its main figures; `final_loss` is the mean of the last (up to 10) logged losses."""
+
+    run_dir: Path
+    receipt_path: Path
+    tokens_per_s: float
+    peak_rss_bytes: int
+    train_s: float
+    final_loss: float

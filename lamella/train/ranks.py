@@ -1,0 +1,151 @@
+"""Several processes on one step (`torchrun`), over gloo.
+
+Each rank takes whole rows of the step; the loss divides by the label tokens of the whole step, which every rank
+knows from the plan, so gradients only have to be added. Whatever decides the course of the run (loss, norm,
+failure, stop request) is decided from reduced numbers, so all ranks decide the same and none waits for another
+that went elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lamella.errors import RunFailed, UserError
+
+T = TypeVar("T")
+
+
+def share_rows(tokens: Sequence[int], world: int) -> list[list[int]]:
+    """Deal rows to ranks: longest first, each to the rank with the fewest tokens so far.
+
+    Args:
+        tokens: length of each row of the step.
+
+    Returns:
+        For each rank the positions in `tokens` that it takes, in rising order; a rank may get none.
+    """
+    load = [0] * world
+    shares: list[list[int]] = [[] for _ in range(world)]
+    for position in sorted(range(len(tokens)), key=lambda p: (-tokens[p], p)):
+        rank = min(range(world), key=lambda r: (load[r], len(shares[r]), r))
+        load[rank] += tokens[position]
+        shares[rank].append(position)
+    return [sorted(share) for share in shares]
+
+
+class Ranks:
+    """The group of processes this one belongs to; one process alone makes no calls."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+    @classmethod
+    def join(cls, timeout_s: float = 300) -> Ranks:
+        """Join the group that `torchrun` describes (WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT).
+
+        Raises:
+            UserError: WORLD_SIZE above 1 without RANK.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world <= 1:
+            return cls(0, 1)
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise UserError(
+                f"WORLD_SIZE is {world} but RANK or MASTER_ADDR is not set",
+                fix="start with torchrun, or unset WORLD_SIZE",
+            )
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def first(self) -> bool:
+        """True on the one rank that writes files and speaks."""
+        return self.rank == 0
+
+    def leave(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _call(self, collective: Callable[[], T]) -> T:
+        try:
+            return collective()
+        except RuntimeError as error:  # gloo's way to say that a peer is gone or the time is up
+            raise RunFailed(
+                f"rank {self.rank} lost the other ranks: {error}", fix="see the first error of the other ranks"
+            ) from error
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Sum over ranks, in float64."""
+        if self.world == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        self._call(lambda: dist.all_reduce(total))
+        result: list[float] = total.tolist()
+        return result
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], present: Sequence[bool]) -> None:
+        """Add gradients over ranks in one flat fp32 buffer. `present[i]`: some rank has a gradient for parameter i;
+        where this rank has none it adds zeros."""
+        if self.world == 1:
+            return
+        live = [p for p, there in zip(parameters, present, strict=True) if there]
+        if not live:
+            return
+        flat = torch.zeros(sum(p.numel() for p in live), dtype=torch.float32)
+        views: list[Tensor] = list(flat.split([p.numel() for p in live]))
+        for p, view in zip(live, views, strict=True):
+            if p.grad is not None:
+                view.copy_(p.grad.reshape(-1))
+        self._call(lambda: dist.all_reduce(flat))
+        for p, view in zip(live, views, strict=True):
+            p.grad = view.view_as(p).to(p.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; small picklable values only."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        self._call(lambda: dist.all_gather_object(values, value))
+        return values
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raises `UserError` when ranks hold different values of something they must share."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(
+                    f"ranks differ in {what}: rank 0 has {values[0]!r}, rank {rank} has {other!r}",
+                    fix="start all ranks with the same files and settings",
+                )
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and give its small picklable result to all; its failure ends all ranks."""
+        if self.world == 1:
+            return action()
+        if not self.first:
+            failure, result = self.from_first(("", None))
+            if failure:
+                raise RunFailed(f"rank 0 failed: {failure}")
+            return result  # type: ignore[return-value]
+        try:
+            result = action()
+        except Exception as error:
+            self.from_first((str(error) or repr(error), None))
+            raise
+        return self.from_first(("", result))[1]
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        self._call(lambda: dist.broadcast_object_list(box, src=0))
+        return box[0]

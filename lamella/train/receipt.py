@@ -1,0 +1,394 @@
+"""The receipt: what was asked, what happened, and the proof that the result is what it says.
+
+`receipt.json` is written atomically, also for a run that failed (with the reason). A run is `ok` only after the
+saved adapter was read back, found finite, equal to the trained one and different from the start, and the frozen
+base was found unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
+
+from lamella import __version__
+from lamella.config import RunConfig
+from lamella.console import out
+from lamella.errors import RunFailed
+from lamella.hardware.memory import peak_rss_bytes
+from lamella.train.checkpoint import Checkpoints, checksum, fsync_path, write_json
+from lamella.train.folder import RunFolder
+from lamella.train.optimizer import Optimizer
+from lamella.train.parts import Parts
+from lamella.train.state import RunState, digests, tensor_of
+from lamella.units import format_bytes, format_count, format_seconds, parse_bytes
+
+WEIGHTS = "adapter_model.safetensors"
+_LAST = 10  # steps whose mean is the final loss
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All a receipt is made from."""
+
+    config: RunConfig
+    parts: Parts
+    state: RunState
+    optimizer: Optimizer
+    initial: dict[str, str]
+    zero_names: tuple[str, ...]
+    metrics: list[dict[str, Any]]
+    checkpoints: Checkpoints
+    train_s: float
+    world: int
+    proof: dict[str, Any] = field(default_factory=dict)
+
+
+# --- asked and in effect
+
+
+def compare(asked: dict[str, Any], in_effect: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per setting known on both sides. `auto` and None ask for nothing, so anything is as asked."""
+    rows = []
+    for name, wish in asked.items():
+        if name in in_effect:
+            fact = in_effect[name]
+            rows.append(
+                {"setting": name, "asked": wish, "in_effect": fact, "ok": wish in ("auto", None) or wish == fact}
+            )
+    return rows
+
+
+def asked_of_engine(config: RunConfig) -> dict[str, Any]:
+    """What the config asks of the engine, in the words of `engine.facts()`."""
+    budget = config.memory.budget
+    return {
+        "dtype": config.compute.dtype,
+        "device": str(torch.device(config.compute.device)),
+        "recompute": config.memory.recompute,
+        "budget_bytes": None if budget is None else parse_bytes(budget),
+        "threads": config.compute.threads,
+        "router_aux_coef": config.train.router_aux_coef,
+    }
+
+
+def asked_of_optimizer(config: RunConfig) -> dict[str, Any]:
+    train = config.train
+    return {
+        "optimizer": "AdamW",
+        "betas": list(train.betas),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+        "adapter_dtype": "float32",
+    }
+
+
+def _optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
+    group = optimizer.adamw.param_groups[0]
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in optimizer.parameters.values()}
+    return {
+        "optimizer": type(optimizer.adamw).__name__,
+        "betas": list(group["betas"]),
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "adapter_dtype": "/".join(sorted(dtypes)),
+    }
+
+
+def _asked_of_adapter(config: RunConfig) -> dict[str, Any]:
+    lora = config.lora
+    return {
+        "lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.dropout": lora.dropout, "lora.rslora": lora.rslora,
+        "lora.expert_rank": lora.expert_rank,
+    }  # fmt: skip
+
+
+def check_before(config: RunConfig, parts: Parts) -> None:
+    """Raises `RunFailed` when the engine runs otherwise than asked or the adapter has not its formula's size."""
+    engine_facts = {**parts.engine.facts(), "threads": torch.get_num_threads()}
+    _refuse_differences(compare(asked_of_engine(config), engine_facts))
+    for row in trainable_table(parts):
+        if row["expected"] is not None and row["expected"] != row["parameters"]:
+            raise RunFailed(
+                f"{row['class']}: {row['parameters']} trainable parameters, but {row['formula']} = {row['expected']}"
+            )
+
+
+def _refuse_differences(rows: list[dict[str, Any]]) -> None:
+    bad = [row for row in rows if not row["ok"]]
+    if bad:
+        raise RunFailed(
+            "not what was asked: "
+            + "; ".join(f"{row['setting']} asked {row['asked']!r}, in effect {row['in_effect']!r}" for row in bad),
+            fix="ask for what is in effect, or for auto",
+        )
+
+
+# --- what trains, and what moved
+
+
+def trainable_table(parts: Parts) -> list[dict[str, Any]]:
+    """Per class: tensors, parameters, bytes, and the number the formula gives."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, p in parts.adapter.parameters().items():
+        kind = parts.class_of(name)
+        row = rows.setdefault(kind, {"class": kind, "tensors": 0, "parameters": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["parameters"] += p.numel()
+        row["bytes"] += p.numel() * p.element_size()
+    for kind, row in rows.items():
+        row["expected"], row["formula"] = parts.base.expected.get(kind, (None, ""))
+    return list(rows.values())
+
+
+def moved_table(parts: Parts, initial: dict[str, str], untouched: list[str]) -> list[dict[str, Any]]:
+    """Per class, how many tensors differ from their initial values by a gradient; each expert's part counts by itself.
+
+    `dead`: neither moved nor excused. An expert's part whose gradient was always zero is excused as `unreached`:
+    no token came to it (or, for A, none since its B left zero). Weight decay alone is not movement.
+    """
+    now = digests(parts.adapter.parameters(), parts.class_of)
+    still = set(untouched)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in now:
+        kind = parts.class_of(tensor_of(name))
+        row = rows.setdefault(kind, {"class": kind, "total": 0, "moved": 0, "unreached": [], "dead": []})
+        row["total"] += 1
+        if name not in still and now[name] != initial[name]:
+            row["moved"] += 1
+        elif kind == "experts" and name in still:
+            row["unreached"].append(name)
+        else:
+            row["dead"].append(name)
+    return list(rows.values())
+
+
+# --- figures from the metrics
+
+
+def tokens_per_s(metrics: list[dict[str, Any]]) -> float:
+    seconds = sum(line["step_s"] for line in metrics)
+    return sum(line["tokens"] for line in metrics) / seconds if seconds else 0.0
+
+
+def final_loss(metrics: list[dict[str, Any]]) -> float:
+    """Mean loss of the last (up to 10) steps that were not skipped."""
+    losses = [line["loss"] for line in metrics if line["loss"] is not None][-_LAST:]
+    return sum(losses) / len(losses) if losses else math.nan
+
+
+def _figures(facts: Facts) -> dict[str, Any]:
+    lines = facts.metrics
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    norms = [line["grad_norm"] for line in lines if line["grad_norm"] is not None]
+    state = facts.state
+    return {
+        "steps": state.step, "steps_planned": facts.parts.data.steps, "updates": state.updates,
+        "skipped_bad": state.bad_steps, "skipped_empty": state.empty_steps,
+        "rows": sum(line["rows"] for line in lines), "tokens": sum(line["tokens"] for line in lines),
+        "label_tokens": sum(line["label_tokens"] for line in lines),
+        "first_loss": losses[0] if losses else None, "final_loss": final_loss(lines) if losses else None,
+        "lowest_loss": min(losses, default=None), "largest_grad_norm": max(norms, default=None),
+        "tokens_per_s": tokens_per_s(lines), "train_s": facts.train_s, "peak_rss_bytes": peak_rss_bytes(),
+        "ranks": facts.world,
+    }  # fmt: skip
+
+
+# --- the receipt
+
+
+def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
+    """The receipt as a JSON tree."""
+    parts, state = facts.parts, facts.state
+    in_effect = {**parts.engine.facts(), "threads": torch.get_num_threads()}
+    return {
+        "status": status,
+        "reason": reason,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": facts.config.name,
+        "versions": _versions(),
+        "config": facts.config.model_dump(mode="json"),
+        "engine": in_effect,
+        "comparison": compare(asked_of_engine(facts.config), in_effect)
+        + compare(asked_of_optimizer(facts.config), _optimizer_facts(facts.optimizer)),
+        "base": {"path": str(parts.base.path), "fingerprint": parts.base.fingerprint, "tensors": parts.base.tensors},
+        "trainable": trainable_table(parts),
+        "moved": moved_table(parts, facts.initial, state.untouched),
+        "start": state.start,
+        "data": {
+            "fingerprint": state.data_fingerprint,
+            **parts.data.report(),
+            "first_rows": parts.data.decoded_labels(3),
+        },
+        "figures": _figures(facts),
+        "best": _best(facts),
+        "warnings": state.warnings,
+        **facts.proof,
+    }
+
+
+def _best(facts: Facts) -> dict[str, Any] | None:
+    best = facts.state.best
+    if best is None or best.step is None:
+        return None
+    path = facts.checkpoints.path(best.step)
+    return {
+        "metric": best.metric, "mode": best.mode, "value": best.value, "step": best.step, "checkpoint": str(path),
+        "present": path.is_dir(),
+    }  # fmt: skip
+
+
+def prove(facts: Facts, folder: RunFolder) -> None:
+    """Save the adapter in the run's folder, prove it, and write the receipt with status `ok`.
+
+    Raises:
+        RunFailed: the saved adapter is not the trained one, is not finite, is zero or did not move everywhere; the
+            base changed; settings in the saved files are not those asked.
+    """
+    _save_final(facts, folder.path)
+    trained = digests(facts.parts.adapter.parameters(), facts.parts.class_of)
+    _check_file(folder.path / WEIGHTS)
+    facts.parts.adapter.load_state(folder.path)
+    read_back = digests(facts.parts.adapter.parameters(), facts.parts.class_of)
+    changed = [name for name in trained if trained[name] != read_back[name]]
+    if changed:
+        raise RunFailed(f"{len(changed)} adapter tensors differ when read back from {WEIGHTS}, e.g. {changed[0]}")
+    zero = [name for name in facts.zero_names if not bool(facts.parts.adapter.parameters()[name].detach().any())]
+    if facts.zero_names and len(zero) == len(facts.zero_names):
+        raise RunFailed("every B matrix is still zero: the adapter does nothing")
+    dead = [name for row in moved_table(facts.parts, facts.initial, facts.state.untouched) for name in row["dead"]]
+    if dead:
+        raise RunFailed(f"{len(dead)} trainable tensors did not move, e.g. {dead[0]}")
+    adapter_rows = compare(_asked_of_adapter(facts.config), facts.parts.adapter.saved_settings(folder.path))
+    _refuse_differences(adapter_rows)
+    damaged = facts.parts.base.verify()
+    if damaged:
+        raise RunFailed(f"{len(damaged)} frozen tensors changed on disk, e.g. {damaged[0]}", fix="quantize again")
+    facts.proof["frozen"] = {"verified": True, "changed": []}
+    facts.proof["adapter"] = {
+        "path": str(folder.path / WEIGHTS),
+        "bytes": (folder.path / WEIGHTS).stat().st_size,
+        "xxh3_128": checksum(folder.path / WEIGHTS),
+        "read_back_equal": True,
+        "finite": True,
+        "zero_tensors": len(zero),
+    }
+    tree = gather(facts, "ok")
+    tree["comparison"] += adapter_rows
+    _refuse_differences(tree["comparison"])
+    write(folder.receipt_path, tree)
+
+
+def _save_final(facts: Facts, run_dir: Path) -> None:
+    temp = run_dir / ".adapter.partial"
+    if temp.exists():
+        shutil.rmtree(temp)
+    temp.mkdir()
+    facts.parts.adapter.save(temp)
+    template = facts.config.data.chat_template
+    if template is not None:
+        shutil.copyfile(template, temp / "chat_template.jinja")
+    for path in sorted(temp.iterdir()):
+        fsync_path(path)
+        os.replace(path, run_dir / path.name)
+    temp.rmdir()
+    fsync_path(run_dir)
+
+
+def _check_file(path: Path) -> None:
+    """Every floating tensor of the saved file is finite."""
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        if not names:
+            raise RunFailed("the saved adapter has no tensors", path=path)
+        for name in names:
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise RunFailed(f"saved tensor {name} is not finite", path=path)
+
+
+def write(path: Path, tree: dict[str, Any]) -> None:
+    write_json(path, json_safe(tree))
+
+
+def json_safe(value: Any) -> Any:
+    """NaN and infinities become null, paths and dtypes text."""
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {"lamella": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found |= {name: version(name) for name in ("transformers", "safetensors")}
+    commit = _git_commit(Path(__file__).parent)
+    return {**found, **({"commit": commit} if commit else {})}
+
+
+def _git_commit(folder: Path) -> str:
+    """Commit of a source checkout, with `+changes` when files differ from it; empty when installed otherwise."""
+    git = shutil.which("git")
+    if git is None or not (folder.parent.parent / ".git").exists():
+        return ""
+    head = subprocess.run([git, "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    status = subprocess.run(
+        [git, "-C", str(folder), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    )
+    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+# --- the printed form
+
+
+def show(path: Path) -> None:
+    """Print a receipt's short form to stdout."""
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    figures = tree["figures"]
+    out.print(Text(f"receipt of {tree['name']}: {tree['status']} {tree['reason']}".rstrip(), style="bold"))
+    for row in tree["base"]["tensors"]:
+        out.print(Text(f"  base      {' '.join(f'{key} {value}' for key, value in row.items())}"))
+    table = Table(show_edge=False, pad_edge=False)
+    for title in ("trains", "parameters", "moved", "not reached", "formula"):
+        table.add_column(title)
+    for row, moved in zip(tree["trainable"], tree["moved"], strict=True):
+        table.add_row(
+            row["class"], format_count(row["parameters"]), f"{moved['moved']}/{moved['total']}",
+            str(len(moved["unreached"])), row["formula"],
+        )  # fmt: skip
+    out.print(table)
+    lines = [
+        f"steps {figures['steps']} ({figures['skipped_bad']} bad, {figures['skipped_empty']} empty), rows "
+        f"{figures['rows']}, tokens {figures['tokens']}, label tokens {figures['label_tokens']}",
+        f"loss {_number(figures['first_loss'])} -> {_number(figures['final_loss'])}, largest gradient norm "
+        f"{_number(figures['largest_grad_norm'])}",
+        f"{figures['tokens_per_s']:.0f} tokens/s, {format_seconds(figures['train_s'])}, peak memory "
+        f"{format_bytes(figures['peak_rss_bytes'])}",
+    ]
+    for first in tree["data"]["first_rows"][:1]:
+        lines.append(f"first row trains on: {first}")
+    if "adapter" in tree:
+        lines.append(f"frozen base verified; adapter {tree['adapter']['path']} ({tree['adapter']['xxh3_128']})")
+    lines += [f"warning: {text}" for text in tree["warnings"]]
+    for line in lines:
+        out.print(Text("  " + line))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,150 @@
+"""Where a run stands: all that a checkpoint holds besides the adapter and the optimizer's moments.
+
+No random state is kept: row order, dropout and initial values follow from the seed and the position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lamella.config import ValidationConfig
+from lamella.errors import UserError
+
+_DIRECTIONS = {"loss": "min", "perplexity": "min", "nll": "min", "accuracy": "max", "f1": "max"}
+
+
+def units(name: str, tensor: Tensor, kind: str) -> dict[str, Tensor]:
+    """What a trainable tensor consists of: each expert of a stack [E, ., .] trains by itself (`name[e]`)."""
+    if kind == "experts" and tensor.dim() == 3:
+        return {f"{name}[{e}]": part for e, part in enumerate(tensor)}
+    return {name: tensor}
+
+
+def tensor_of(unit: str) -> str:
+    """Name of the tensor that a unit is part of."""
+    return unit.rpartition("[")[0] if unit.endswith("]") else unit
+
+
+def digests(parameters: dict[str, torch.nn.Parameter], class_of: Callable[[str], str]) -> dict[str, str]:
+    """Checksum of each unit's bytes: whether it moved, without a second copy of it."""
+    return {
+        unit: xxhash.xxh3_128_hexdigest(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, p in parameters.items()
+        for unit, part in units(name, p.detach(), class_of(name)).items()
+    }
+
+
+def without_gradient(
+    names: list[str], parameters: dict[str, torch.nn.Parameter], class_of: Callable[[str], str]
+) -> list[str]:
+    """Those of the units `names` whose gradient is missing or all zero now."""
+    left = set(names)
+    for name in {tensor_of(unit): None for unit in names}:
+        grad = parameters[name].grad
+        if grad is not None:
+            parts = units(name, grad, class_of(name))
+            left -= {unit for unit in parts if unit in left and bool(parts[unit].any())}
+    return [unit for unit in names if unit in left]
+
+
+def digest_of(parts: dict[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(f"{name}={value};" for name, value in parts.items()).encode())
+
+
+@dataclass
+class Best:
+    """Best measurement so far; `value` of `metric` after `step`."""
+
+    metric: str
+    mode: str
+    value: float | None = None
+    step: int | None = None
+
+    def offer(self, value: float, step: int) -> bool:
+        """Take `value` when it is better. NaN and infinities never are."""
+        if not math.isfinite(value):
+            return False
+        if self.value is not None and not (value < self.value if self.mode == "min" else value > self.value):
+            return False
+        self.value, self.step = value, step
+        return True
+
+
+def direction(config: ValidationConfig) -> str:
+    """`min` or `max` for the chosen metric: as configured, else known by the metric's last word.
+
+    Raises:
+        UserError: a metric whose direction is not known and not given.
+    """
+    if config.mode != "auto":
+        return config.mode
+    known = _DIRECTIONS.get(config.metric.rsplit("_", 1)[-1])
+    if known is None:
+        raise UserError(
+            f"validation.metric = {config.metric!r}: is more better, or less?",
+            fix='set validation.mode to "min" or "max"',
+        )
+    return known
+
+
+@dataclass
+class RunState:
+    """Position and history.
+
+    Attributes:
+        step: steps done, skipped ones included.
+        updates: steps that changed the adapter.
+        bad_steps, bad_in_row: steps skipped for a non-finite loss or gradient; the last of them in a row.
+        empty_steps: steps without label tokens.
+        untouched: units (see `units`) that have not seen a gradient other than zero.
+        start: loss per label token before the first step, without and with the adapter.
+        initial: checksum of the adapter's initial values.
+    """
+
+    config: dict[str, Any]
+    data_fingerprint: str
+    store_fingerprint: str
+    initial: str
+    untouched: list[str]
+    start: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    updates: int = 0
+    bad_steps: int = 0
+    bad_in_row: int = 0
+    empty_steps: int = 0
+    best: Best | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state. The configuration was compared before.
+
+        Raises:
+            UserError: other data, another store or other initial values than the checkpoint's.
+        """
+        for name, what in (
+            ("data_fingerprint", "training data"),
+            ("store_fingerprint", "store"),
+            ("initial", "initial adapter"),
+        ):
+            if saved[name] != getattr(self, name):
+                raise UserError(
+                    f"the {what} is not the checkpoint's: fingerprint {saved[name]} there, {getattr(self, name)} now",
+                    fix=f"bring back the {what}, set another name, or start over with --fresh",
+                )
+        for name in ("step", "epoch", "index", "updates", "bad_steps", "bad_in_row", "empty_steps", "untouched",
+                     "warnings", "start"):  # fmt: skip
+            setattr(self, name, saved[name])
+        if saved["best"] is not None:
+            self.best = Best(**saved["best"])
