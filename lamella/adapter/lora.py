@@ -151,16 +151,6 @@ def active_experts(config: Any) -> int:
     return 1
 
 
-def skeleton_linear_names(skeleton: Skeleton) -> list[str]:
-    """Full names of all linear layers of the decoder layers."""
-    return [
-        f"{skeleton.prefix}.{i}.{path}"
-        for i, layer in enumerate(skeleton.layers)
-        for path, module in layer.named_modules()
-        if isinstance(module, FrozenLinear)
-    ]
-
-
 def scale_of(alpha: float, rank: int, rslora: bool) -> float:
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
@@ -173,6 +163,7 @@ class Adapter:
         dropout: probability; rslora: whether scales are alpha / sqrt(r).
         origin: what `load` read besides the tensors (empty for a new adapter).
         linear_names: full names of all linear layers of the model, adapted or not.
+        fused_experts: whether the model has experts fused into 3-D parameters, adapted or not.
     """
 
     def __init__(self, sites: list[SiteSpec], dropout: float, rslora: bool) -> None:
@@ -181,6 +172,7 @@ class Adapter:
         self.rslora = rslora
         self.origin: dict[str, Any] = {}
         self.linear_names: list[str] = []
+        self.fused_experts = False
         self._parameters: dict[str, nn.Parameter] = {}
         for site in sites:
             self._parameters[f"{site.key}.lora_A"] = nn.Parameter(torch.empty(site.a_shape, dtype=torch.float32))
@@ -210,9 +202,19 @@ class Adapter:
                 sites.append(SiteSpec(f"{skeleton.prefix}.{c.layer}.{c.name()}", c.layer, c.path, c.parameter, c.inputs,
                                       c.outputs, c.experts, rank, alpha, scale, index, c.order))  # fmt: skip
         adapter = cls(sites, config.dropout, config.rslora)
-        adapter.linear_names = skeleton_linear_names(skeleton)
+        adapter.describe(skeleton)
         adapter.reset(seed)
         return adapter
+
+    def describe(self, skeleton: Skeleton) -> None:
+        """Note what of the model the adapter's files must know."""
+        self.linear_names = [
+            f"{skeleton.prefix}.{i}.{path}"
+            for i, layer in enumerate(skeleton.layers)
+            for path, module in layer.named_modules()
+            if isinstance(module, FrozenLinear)
+        ]
+        self.fused_experts = any(c.experts is not None for c in _candidates(skeleton))
 
     def reset(self, seed: int) -> None:
         """Set every A to its seeded initial values and every B to zero."""

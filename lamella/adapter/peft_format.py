@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lamella import __version__
-from lamella.adapter.lora import Adapter, SiteSpec, sites_from_shapes, skeleton_linear_names
+from lamella.adapter.lora import Adapter, SiteSpec, sites_from_shapes
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
@@ -64,18 +64,23 @@ def _tensor_names(sites: dict[str, SiteSpec]) -> dict[str, str]:
     return names
 
 
-def _short_targets(adapter: Adapter, linear_names: list[str]) -> list[str]:
+_RENAMED_BY_PEFT = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
+"""On families whose experts transformers 5 fuses, PEFT takes these module names for experts wherever they stand; a
+linear layer of that name (dense first layers, shared experts) must be given as a parameter, `<module>.weight`."""
+
+
+def _short_targets(adapter: Adapter, left_out: set[str]) -> list[str]:
     """Target modules by last name where that names exactly ours among all linear layers, else by full name."""
-    ours = {s.key for s in adapter.sites.values() if s.parameter is None}
+    ours = {s.key for s in adapter.sites.values() if s.parameter is None} - left_out
     by_last: dict[str, set[str]] = defaultdict(set)
-    for name in linear_names:
+    for name in adapter.linear_names:
         by_last[name.rpartition(".")[2]].add(name)
     short = {last for last, names in by_last.items() if names <= ours}
     rest = {key for key in ours if key.rpartition(".")[2] not in short}
     return sorted(short) + sorted(rest)
 
 
-def peft_config(adapter: Adapter, base: str, linear_names: list[str]) -> dict[str, Any]:
+def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
     """`adapter_config.json` for PEFT 0.18 and later."""
     sites = list(adapter.sites.values())
     linear = [s for s in sites if s.parameter is None]
@@ -88,12 +93,13 @@ def peft_config(adapter: Adapter, base: str, linear_names: list[str]) -> dict[st
             rank_pattern[name] = site.rank
         if site.alpha != main.alpha:
             alpha_pattern[name] = site.alpha
-    parameters = sorted({f"{s.path}.{s.parameter}" for s in fused})
+    as_parameters = {s.key for s in linear if adapter.fused_experts and s.key.rpartition(".")[2] in _RENAMED_BY_PEFT}
+    parameters = sorted({f"{s.path}.{s.parameter}" for s in fused} | {f"{key}.weight" for key in as_parameters})
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": main.rank, "lora_alpha": main.alpha, "lora_dropout": 0.0 if fused else adapter.dropout,
+        "r": main.rank, "lora_alpha": main.alpha, "lora_dropout": 0.0 if parameters else adapter.dropout,
         "use_rslora": adapter.rslora, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-        "target_modules": _short_targets(adapter, linear_names), "target_parameters": parameters or None,
+        "target_modules": _short_targets(adapter, as_parameters), "target_parameters": parameters or None,
         "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "modules_to_save": None, "use_dora": False,
     }  # fmt: skip
 
@@ -110,7 +116,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, 
         tensors[f"{names[site.key]}.lora_A.weight"] = a.contiguous()
         tensors[f"{names[site.key]}.lora_B.weight"] = b.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = peft_config(adapter, base, adapter.linear_names)
+    config = peft_config(adapter, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     own = {
         "lamella_version": __version__, "expert_layout": {"lora_A": "expert-major", "lora_B": "rank-major"},
@@ -172,7 +178,7 @@ def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
     adapter.origin = facts
-    adapter.linear_names = skeleton_linear_names(skeleton)
+    adapter.describe(skeleton)
     adapter.load_state({f"{key}.lora_{x}": t for key, pair in keyed.items() for x, t in zip("AB", pair, strict=True)})
     return adapter
 

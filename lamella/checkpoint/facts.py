@@ -24,7 +24,9 @@ _NOT_DECODER = re.compile(r"vision|visual|audio|image|encoder|speech|mtp|resampl
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)|layernorm", re.IGNORECASE)
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm|recurrent|(^|\.)rglru", re.IGNORECASE)
 _MLP = re.compile(r"mlp|feed_?forward|ffn?($|\d|_)|fc\d?$|dense|moe|shared_expert", re.IGNORECASE)
-_LINEAR = re.compile(r"(_|^)proj($|_)|^w\d$|^w[qkvo]$|^fc_?\d?$|^fc|_fc$|^c_|^dense|query|key|value|linear|_lin\d?$", re.IGNORECASE)  # fmt: skip
+_LINEAR = re.compile(
+    r"(_|^)proj($|_)|^w\d$|^w[qkvo]$|^fc|_fc$|^c_|^dense|query|key|value|linear|_lin\d?$", re.IGNORECASE
+)
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)(\.\w+)?$", re.IGNORECASE)
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|output_layer|head)\.(weight|bias)$")
 

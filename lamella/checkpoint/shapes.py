@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lamella.checkpoint.facts import Layout, ModelFacts, classify_outer, expert_pattern, natural_key, text_config
+from lamella.checkpoint.facts import Layout, ModelFacts, expert_pattern, natural_key, text_config
 from lamella.checkpoint.header import TensorInfo
 from lamella.errors import UserError
 
@@ -67,14 +67,15 @@ def _expected(tensor: TensorInfo, facts: ModelFacts) -> str:
     parts = tensor.name.split(".")
     module = parts[-2] if len(parts) > 1 else ""
     hidden, shape = facts.hidden_size, tensor.shape
-    if hidden is None or parts[-1] != "weight" or "visual" in parts or any("vision" in p or "audio" in p for p in parts):
+    if hidden is None or parts[-1] != "weight" or any(word in tensor.name for word in ("vision", "visual", "audio")):
         return ""
     in_layer = any(part.isdigit() for part in parts)
     if not in_layer:
-        vocabulary = classify_outer(tensor.name) in ("embedding", "head") and module in ("embed_tokens", "lm_head", "wte")
-        if vocabulary and len(shape) == 2 and shape[1] != hidden:
+        if module not in ("embed_tokens", "lm_head", "wte") or len(shape) != 2:
+            return ""
+        if shape[1] != hidden:
             return f"config.json says hidden size {hidden}"
-        if vocabulary and facts.vocab_size and len(shape) == 2 and shape[0] < facts.vocab_size:
+        if facts.vocab_size and shape[0] < facts.vocab_size:
             return f"config.json says {facts.vocab_size} vocabulary rows"
         return ""
     if len(shape) == 2 and module in _READS_HIDDEN and shape[1] != hidden:
@@ -115,8 +116,10 @@ def _known_shape(pattern: str, config: Mapping[str, Any]) -> tuple[int, set[int]
     if module in _INNER_ROWS or module in ("down_proj", "w2"):
         axis = 0 if module in _INNER_ROWS else 1
         if "experts" in pattern:
-            key = next((k for k in ("moe_intermediate_size", "intermediate_size") if isinstance(config.get(k), int)), "")
-            return (axis, {config[key]}, key) if key else None
+            for key in ("moe_intermediate_size", "intermediate_size"):
+                if isinstance(config.get(key), int):
+                    return axis, {config[key]}, key
+            return None
         if isinstance(config.get("intermediate_size"), int) and not any("expert" in k or "moe" in k for k in config):
             return axis, {config["intermediate_size"]}, "intermediate_size"
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +150,6 @@ def locate(source: str | Path) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -158,13 +159,15 @@ def _download(hub_id: str) -> Path:
         RepositoryNotFoundError,
     )
 
+    # huggingface_hub 1.x speaks through httpx, 2.x through httpx2
+    transport = [importlib.import_module(name).HTTPError for name in ("httpx", "httpx2") if find_spec(name)]
     notice(f"{hub_id} is no local folder; asking the Hugging Face hub")
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=["original/*"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         fix = "check the name; for a gated one log in with `hf auth login`"
         raise UserError(f"no local folder and no hub repository: {hub_id!r}", fix=fix) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError, *transport) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{hub_id!r} is no local folder and the hub cannot be reached: {reason}",
                         fix="check the network, or give a local checkpoint folder") from error  # fmt: skip
@@ -195,7 +198,7 @@ def _read_tensors(path: Path) -> tuple[list[TensorInfo], UserError | None]:
         raise UserError(f"{len(shards)} weight files but no {INDEX_NAME}", fix=_AGAIN, path=path)
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         raise UserError("only pickled weights (.bin, .pth), which can run code when read; not supported",
-                        fix="convert to safetensors: load with transformers and call save_pretrained", path=path)  # fmt: skip
+                        fix="convert: load with transformers, then call save_pretrained", path=path)  # fmt: skip
     raise UserError("no safetensors weights in this folder", fix=_AGAIN, path=path)
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated
 
 import typer
 
-Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+class ModeName(StrEnum):
+    likelihood = "likelihood"
+    constrained = "constrained"
+    generate = "generate"
+
+
+class DtypeName(StrEnum):
+    auto = "auto"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
 
 
 def register(app: typer.Typer) -> None:
@@ -16,40 +28,48 @@ def register(app: typer.Typer) -> None:
 
 
 def eval_task(
-    task_file: Path = typer.Argument(metavar="TASK.toml", help="Rows, prompt and labels of the task."),
-    store: Path = typer.Option(..., "--store", help="Layer store made by `lamella quantize`."),
-    adapter: list[Path] = typer.Option([], "--adapter", help="Adapter folder (PEFT format); once per tuned system."),
-    mode: str = typer.Option("likelihood", help="likelihood, constrained or generate."),
-    few_shot: int | None = typer.Option(
-        None, "--few-shot", min=0, help="Examples in the few-shot prompt; 0: no few-shot row. Default: 8 if the task has train."
+    task_file: Annotated[Path, typer.Argument(metavar="TASK.toml", help="Rows, prompt and labels of the task.")],
+    store: Annotated[Path, typer.Option(help="Layer store made by `lamella quantize`.")],
+    adapter: Annotated[
+        list[Path] | None, typer.Option(help="Adapter folder (PEFT format); once per tuned system.")
+    ] = None,
+    mode: Annotated[ModeName, typer.Option(help="Likeliest label, greedy among labels, or free text.")] = (
+        ModeName.likelihood
     ),
-    baseline: bool | None = typer.Option(
-        None, "--baseline/--no-baseline", help="Majority label and TF-IDF + logistic regression. Default: if the task has train."
-    ),
-    limit: int | None = typer.Option(None, min=1, help="At most so many test rows per tenant."),
-    budget: str | None = typer.Option(None, help='Memory for weights and activations, such as "2GiB".'),
-    batch_tokens: int = typer.Option(4096, min=1, help="Tokens per micro-batch; changes memory and speed, not the numbers."),
-    length_normalise: bool = typer.Option(False, help="Compare labels by log-probability per token (mode likelihood)."),
-    max_new_tokens: int | None = typer.Option(None, min=1, help="Limit of mode generate. Default: the task's."),
-    dtype: str = typer.Option("auto", help="Compute dtype: auto, bf16, fp16 or fp32."),
-    device: str = typer.Option("cpu", help="Torch device."),
-    seed: int = typer.Option(0, help="Chooses few-shot examples and bootstrap resamples."),
-    resamples: int = typer.Option(1000, min=100, help="Bootstrap resamples."),
-    as_json: bool = typer.Option(False, "--json", help="Print the metrics as one JSON object."),
-    output: Path | None = typer.Option(None, "-o", "--output", help="Folder for results. Default: runs/eval-TASK."),
+    few_shot: Annotated[
+        int | None,
+        typer.Option(min=0, help="Examples in the few-shot prompt, 0 for none. Default: 8 with training rows."),
+    ] = None,
+    baseline: Annotated[
+        bool | None, typer.Option(help="Majority label and TF-IDF + logistic regression. Default: with training rows.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many test rows per tenant.")] = None,
+    budget: Annotated[str | None, typer.Option(help='Memory for weights and activations, such as "2GiB".')] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a micro-batch; changes memory and speed, not the numbers.")
+    ] = 4096,
+    length_normalise: Annotated[
+        bool, typer.Option("--length-normalise", help="Compare labels per token (mode likelihood).")
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token limit of mode generate. Default: the task's.")
+    ] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Compute dtype.")] = DtypeName.auto,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Chooses few-shot examples and bootstrap resamples.")] = 0,
+    resamples: Annotated[int, typer.Option(min=100, help="Bootstrap resamples.")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for results. Default: runs/eval-TASK.")
+    ] = None,
 ) -> None:
     """Macro-F1 per tenant with intervals: zero-shot, few-shot, tuned and TF-IDF in one table."""
     from lamella.console import notice, out
-    from lamella.errors import UserError
-    from lamella.eval.run import Mode
     from lamella.eval.systems import measure_systems
     from lamella.eval.table import compare_table, to_json, write_results
     from lamella.eval.task import load_task
     from lamella.units import parse_bytes
 
-    for value, allowed, option in ((mode, get_args(Mode), "--mode"), (dtype, get_args(Dtype), "--dtype")):
-        if value not in allowed:
-            raise UserError(f"{option} {value!r} is unknown", fix=f"use one of {', '.join(allowed)}")
     budget_bytes = None if budget is None else parse_bytes(budget)
     task = load_task(task_file)
     if limit is not None:
@@ -60,20 +80,22 @@ def eval_task(
         notice("the task names no training rows: few-shot and baselines are left out")
     shots = few_shot if few_shot is not None else (8 if task.train else 0)
     with_baseline = baseline if baseline is not None else bool(task.train)
-    results = measure_systems(
-        task, store, adapter, mode=cast(Any, mode), shots=shots, baseline=with_baseline, budget_bytes=budget_bytes,
-        batch_tokens=batch_tokens, length_normalise=length_normalise, max_new_tokens=max_new_tokens, dtype=dtype,
-        device=device, seed=seed, resamples=resamples,
+    results, in_effect = measure_systems(
+        task, store, adapter or [], mode=mode.value, shots=shots, baseline=with_baseline, budget_bytes=budget_bytes,
+        batch_tokens=batch_tokens, length_normalise=length_normalise, max_new_tokens=max_new_tokens,
+        dtype=dtype.value, device=device, seed=seed, resamples=resamples,
     )  # fmt: skip
     folder = output or Path("runs") / f"eval-{task.config.name}"
-    asked = {"store": str(store), "adapters": [str(a) for a in adapter], "dtype": dtype, "device": device, "limit": limit,
-             "batch_tokens": batch_tokens, "length_normalise": length_normalise, "seed": seed}  # fmt: skip
-    write_results(folder, task, results, {"asked": asked})
+    asked = {"store": str(store), "adapters": [str(a) for a in adapter or []], "dtype": dtype.value, "device": device,
+             "limit": limit, "budget_bytes": budget_bytes, "batch_tokens": batch_tokens,
+             "length_normalise": length_normalise, "seed": seed}  # fmt: skip
+    facts = {"asked": asked, "in_effect": in_effect}
+    write_results(folder, task, results, facts)
     for result in results:
         for warning in result.metrics.warnings:
             notice(f"warning: {result.name}: {warning}")
     if as_json:
-        typer.echo(json.dumps({"asked": asked, **to_json(task, results)}, ensure_ascii=False))
+        typer.echo(json.dumps({**facts, **to_json(task, results)}, ensure_ascii=False))
     else:
         out.print(compare_table(results))
         notice(f"written: {folder / 'metrics.json'}, {folder / 'predictions.jsonl'}")

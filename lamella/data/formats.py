@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamella.data.read import RowRejected
+from lamella.data.read import RowError
 
 FORMATS = ("messages", "prompt_completion", "sharegpt", "alpaca")
 
@@ -79,15 +79,15 @@ def detect_format(row: dict[str, Any]) -> str:
     """The format a row is written in.
 
     Raises:
-        RowRejected: none fits, or more than one.
+        RowError: none fits, or more than one.
     """
     found = [name for name in FORMATS if _fits(row, name)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise RowRejected("ambiguous format", f"fits {' and '.join(found)}; set data.format")
+        raise RowError("ambiguous format", f"fits {' and '.join(found)}; set data.format")
     keys = ", ".join(sorted(row)[:8]) or "none"
-    raise RowRejected("wrong format", f"keys are {keys}; none of {', '.join(FORMATS)} fits")
+    raise RowError("wrong format", f"keys are {keys}; none of {', '.join(FORMATS)} fits")
 
 
 def _fits(row: dict[str, Any], name: str) -> bool:
@@ -110,11 +110,11 @@ def read_conversation(row: dict[str, Any], row_format: str = "auto") -> tuple[st
     """Turn a JSON object into the internal form; returns (format, conversation).
 
     Raises:
-        RowRejected: the row does not fit its format, or has no usable answer.
+        RowError: the row does not fit its format, or has no usable answer.
     """
     name = detect_format(row) if row_format == "auto" else row_format
     if not _fits(row, name):
-        raise RowRejected("wrong format", f"keys are {', '.join(sorted(row)[:8]) or 'none'}; not {name}")
+        raise RowError("wrong format", f"keys are {', '.join(sorted(row)[:8]) or 'none'}; not {name}")
     plain: tuple[str, str] | None = None
     if name == "messages":
         turns = read_messages(row["messages"] if isinstance(row.get("messages"), list) else row["conversations"])
@@ -126,7 +126,7 @@ def read_conversation(row: dict[str, Any], row_format: str = "auto") -> tuple[st
         turns, plain = _prompt_completion(row)
     system = row.get("system")
     if system is not None and not isinstance(system, str):
-        raise RowRejected("bad system", f"`system` must be text, is {type(system).__name__}")
+        raise RowError("bad system", f"`system` must be text, is {type(system).__name__}")
     if system and plain is None and (not turns or turns[0].role != "system"):
         turns = [Message("system", system), *turns]
     messages, repairs = _repair(turns)
@@ -137,7 +137,7 @@ def read_messages(turns: Sequence[Any]) -> list[Message]:
     """Messages as people write them (OpenAI's form and its variants) to typed messages.
 
     Raises:
-        RowRejected: naming the index of the faulty message.
+        RowError: naming the index of the faulty message.
     """
     return [_message(turn, i) for i, turn in enumerate(turns)]
 
@@ -146,34 +146,34 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """The `tools` array; bare functions are wrapped as {type: function, function: ...}.
 
     Raises:
-        RowRejected: not a list of functions with names.
+        RowError: not a list of functions with names.
     """
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise RowRejected("bad tools", f"`tools` is text but not JSON: {error.msg}") from error
+            raise RowError("bad tools", f"`tools` is text but not JSON: {error.msg}") from error
     if not tools:
         return ()
     if not isinstance(tools, list):
-        raise RowRejected("bad tools", f"`tools` must be a list, is {type(tools).__name__}")
+        raise RowError("bad tools", f"`tools` must be a list, is {type(tools).__name__}")
     read = []
     for i, tool in enumerate(tools):
         wrapped = tool if isinstance(tool, dict) and "function" in tool else {"type": "function", "function": tool}
         function = wrapped["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RowRejected("bad tools", f"tools[{i}] has no function name")
+            raise RowError("bad tools", f"tools[{i}] has no function name")
         read.append(wrapped)
     return tuple(read)
 
 
 def _message(turn: Any, i: int) -> Message:
     if not isinstance(turn, dict):
-        raise RowRejected("bad message", f"message {i} is not an object")
+        raise RowError("bad message", f"message {i} is not an object")
     role = turn.get("role")
     role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
-        raise RowRejected("unknown role", f"message {i} has role {role!r}; known: {', '.join(_ROLES)}")
+        raise RowError("unknown role", f"message {i} has role {role!r}; known: {', '.join(_ROLES)}")
     calls = _tool_calls(turn.get("tool_calls"), i) if role == "assistant" else ()
     content = _content(turn.get("content"), role, bool(calls), i)
     name, call_id = turn.get("name"), turn.get("tool_call_id")
@@ -188,39 +188,39 @@ def _content(content: Any, role: str, has_calls: bool, i: int) -> str:
     if content is None:
         if has_calls:
             return ""
-        raise RowRejected("null content", f"message {i} ({role}) has no content")
+        raise RowError("null content", f"message {i} ({role}) has no content")
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, dict) and p.get("type", "text") == "text" else p for p in content]
         texts = [p for p in parts if isinstance(p, str)]
         if len(texts) < len(parts):
-            raise RowRejected("not text", f"message {i} ({role}) has parts that are not text")
+            raise RowError("not text", f"message {i} ({role}) has parts that are not text")
         return "".join(texts)
     if role == "tool":
         return json.dumps(content, ensure_ascii=False)
-    raise RowRejected("not text", f"content of message {i} ({role}) is {type(content).__name__}")
+    raise RowError("not text", f"content of message {i} ({role}) is {type(content).__name__}")
 
 
 def _tool_calls(calls: Any, i: int) -> tuple[ToolCall, ...]:
     if not calls:
         return ()
     if not isinstance(calls, list):
-        raise RowRejected("bad tool call", f"`tool_calls` of message {i} must be a list")
+        raise RowError("bad tool call", f"`tool_calls` of message {i} must be a list")
     read = []
     for k, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RowRejected("bad tool call", f"message {i}, call {k} has no function name")
+            raise RowError("bad tool call", f"message {i}, call {k} has no function name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except json.JSONDecodeError as error:
                 detail = f"message {i}, call {k}: `arguments` is not JSON: {error.msg} at {error.pos + 1}"
-                raise RowRejected("bad tool call", detail) from error
+                raise RowError("bad tool call", detail) from error
         if not isinstance(arguments, dict):
-            raise RowRejected("bad tool call", f"message {i}, call {k}: `arguments` must be an object")
+            raise RowError("bad tool call", f"message {i}, call {k}: `arguments` must be an object")
         call_id = call.get("id")
         read.append(ToolCall(function["name"], arguments, call_id if isinstance(call_id, str) else None))
     return tuple(read)
@@ -229,16 +229,16 @@ def _tool_calls(calls: Any, i: int) -> tuple[ToolCall, ...]:
 def _with_reasoning(message: Message, turn: dict[str, Any], i: int) -> Message:
     fields = {turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str) and turn[key].strip()}
     if len(fields) > 1:
-        raise RowRejected("reasoning given twice", f"message {i} has two different reasoning fields")
+        raise RowError("reasoning given twice", f"message {i} has two different reasoning fields")
     field = next(iter(fields)).strip() if fields else ""
     content, respaced = message.content, False
     if content.lstrip().startswith("<think>"):
         match = _THINK.fullmatch(content)
         if match is None:
-            raise RowRejected("unclosed <think>", f"message {i} opens <think> and never closes it")
+            raise RowError("unclosed <think>", f"message {i} opens <think> and never closes it")
         inline, content = match[1].strip(), match[2].lstrip()
         if field and inline and field != inline:
-            raise RowRejected("reasoning given twice", f"message {i} has a reasoning field and another <think> text")
+            raise RowError("reasoning given twice", f"message {i} has a reasoning field and another <think> text")
         field = field or inline
         respaced = bool(field) and message.content != inline_reasoning(field, content)
     return replace(message, content=content, reasoning=field, respaced=respaced)
@@ -253,11 +253,11 @@ def _sharegpt(turns: list[Any]) -> list[Message]:
     read: list[Message] = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, dict) or "from" not in turn:
-            raise RowRejected("bad message", f"message {i} has no `from`")
+            raise RowError("bad message", f"message {i} has no `from`")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             known = ", ".join(_SHAREGPT_ROLES)
-            raise RowRejected("unknown role", f"message {i} is from {turn['from']!r}; known: {known}")
+            raise RowError("unknown role", f"message {i} is from {turn['from']!r}; known: {known}")
         rest = {**turn, "role": role, "content": turn.get("value")}
         if role == "function_call":
             rest |= {"role": "assistant", "content": "", "tool_calls": [_call_object(turn.get("value"), i)]}
@@ -269,18 +269,18 @@ def _call_object(value: Any, i: int) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise RowRejected("bad tool call", f"message {i}: the call is not JSON: {error.msg}") from error
+        raise RowError("bad tool call", f"message {i}: the call is not JSON: {error.msg}") from error
 
 
 def _alpaca(row: dict[str, Any]) -> list[Message]:
     texts = {key: row.get(key) or "" for key in ("instruction", "input", "output")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise RowRejected("not text", f"`{key}` is {type(text).__name__}")
+            raise RowError("not text", f"`{key}` is {type(text).__name__}")
     turns: list[Message] = []
     for pair in row.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
-            raise RowRejected("wrong format", "`history` must be a list of [question, answer] texts")
+            raise RowError("wrong format", "`history` must be a list of [question, answer] texts")
         turns += [Message("user", pair[0]), _with_reasoning(Message("assistant", pair[1]), {}, len(turns) + 1)]
     question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     answer = _with_reasoning(Message("assistant", texts["output"]), {}, len(turns) + 1)
@@ -294,13 +294,13 @@ def _prompt_completion(row: dict[str, Any]) -> tuple[list[Message], tuple[str, s
         return [Message("user", prompt), answer], (prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         return read_messages([*prompt, *completion]), None
-    raise RowRejected("wrong format", "`prompt` and `completion` must be two texts or two lists of messages")
+    raise RowError("wrong format", "`prompt` and `completion` must be two texts or two lists of messages")
 
 
 def _repair(turns: list[Message]) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     """Apply the documented repairs and check what no template can make good."""
     if not turns:
-        raise RowRejected("no messages", "the list of messages is empty")
+        raise RowError("no messages", "the list of messages is empty")
     repairs = []
     joined = [turns[0]]
     for turn in turns[1:]:
@@ -313,16 +313,16 @@ def _repair(turns: list[Message]) -> tuple[tuple[Message, ...], tuple[str, ...]]
             joined.append(turn)
     answers = [i for i, turn in enumerate(joined) if turn.role == "assistant"]
     if not answers:
-        raise RowRejected("no answer", "no assistant turn")
+        raise RowError("no answer", "no assistant turn")
     if answers[-1] + 1 < len(joined):
         joined = joined[: answers[-1] + 1]
         repairs.append(TRAILING)
     first = 1 if joined[0].role == "system" else 0
     if joined[first].role != "user":
-        raise RowRejected("no question", f"the chat begins with a turn of role {joined[first].role!r}")
+        raise RowError("no question", f"the chat begins with a turn of role {joined[first].role!r}")
     for i in answers:
         if not joined[i].content.strip() and not joined[i].tool_calls:
-            raise RowRejected("empty answer", f"assistant turn at message {i} has no text")
+            raise RowError("empty answer", f"assistant turn at message {i} has no text")
     if any(turn.respaced for turn in joined):
         repairs.append(THINK_SPACE)
     return tuple(joined), tuple(repairs)

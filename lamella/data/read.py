@@ -24,7 +24,7 @@ _COMPRESSED = ((b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip"), (b"\x28\xb5\x2f\xf
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class RowRejected(Exception):
+class RowError(Exception):
     """A row that cannot be used.
 
     Attributes:
@@ -51,7 +51,7 @@ class RawRow:
     path: Path
     line: int
     value: dict[str, Any] | None
-    problem: RowRejected | None = None
+    problem: RowError | None = None
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -127,12 +127,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowRejected("broken JSON", f"key {twice!r} occurs twice in one object")
+        raise RowError("broken JSON", f"key {twice!r} occurs twice in one object")
     return made
 
 
 def _constant(name: str) -> Any:
-    raise RowRejected("broken JSON", f"{name} is not JSON")
+    raise RowError("broken JSON", f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
@@ -143,23 +143,23 @@ def _row(path: Path, number: int, body: bytes) -> RawRow:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         detail = f"byte 0x{body[error.start]:02x} at byte {error.start + 1} of the line"
-        return RawRow(path, number, None, RowRejected("not UTF-8", detail, error.start + 1))
+        return RawRow(path, number, None, RowError("not UTF-8", detail, error.start + 1))
     if body[0] == 0:
-        return RawRow(path, number, None, RowRejected("broken JSON", "the line begins with NUL bytes", 1))
+        return RawRow(path, number, None, RowError("broken JSON", "the line begins with NUL bytes", 1))
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        return RawRow(path, number, None, RowRejected("broken JSON", error.msg, error.colno))
+        return RawRow(path, number, None, RowError("broken JSON", error.msg, error.colno))
     except RecursionError:
-        return RawRow(path, number, None, RowRejected("broken JSON", "nested too deeply"))
-    except RowRejected as problem:
+        return RawRow(path, number, None, RowError("broken JSON", "nested too deeply"))
+    except RowError as problem:
         return RawRow(path, number, None, problem)
     if not isinstance(value, dict):
         kind = {list: "an array", str: "a string", type(None): "null"}.get(type(value), "a number or boolean")
-        return RawRow(path, number, None, RowRejected("not an object", f"the line is {kind}"))
+        return RawRow(path, number, None, RowError("not an object", f"the line is {kind}"))
     if "\\u" in text and (where := _lone_surrogate(value, "")):
         code = f"at {where.lstrip('.')}: such text has no UTF-8 form"
-        return RawRow(path, number, None, RowRejected("lone surrogate", code))
+        return RawRow(path, number, None, RowError("lone surrogate", code))
     return RawRow(path, number, value)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jinja2
 
 from lamella.data.formats import Message, inline_reasoning
-from lamella.data.read import RowRejected
+from lamella.data.read import RowError
 from lamella.data.text import Segment, TextEncoder
 from lamella.errors import UserError
 
@@ -37,7 +37,7 @@ class Turn:
 
     Attributes:
         message: index of the message.
-        terminator: text of the end-of-turn token; None when only the start was looked for.
+        terminator: text of the end-of-turn token; None when the template writes none there.
         prompt_matches: the text before `start` is the generation prompt for the messages before this one.
         dropped_reasoning: reasoning that the template left out.
         dropped_content: an answer text the template left out beside a tool call.
@@ -93,6 +93,7 @@ class ChatTemplate:
         reasoning: "field" (reads `reasoning_content`), "inline" (only as text of the answer) or "dropped".
         tool_arguments: "object" or "text", the spelling it prints right; None when it prints no tool calls.
         added_header: text appended to generation prompts because the template ignores `add_generation_prompt`.
+        ends_earlier_turns: assistant turns before the last one get an end-of-turn token too.
         dated: it prints the current date.
 
     Raises:
@@ -107,6 +108,7 @@ class ChatTemplate:
         self.sha256 = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         self.dated = "strftime_now" in text
         self.added_header = ""
+        self.ends_earlier_turns = True
         self.terminators = self._probe_terminators()
         self.system, self.default_system = self._probe_system()
         self.reasoning = self._probe_reasoning()
@@ -121,20 +123,20 @@ class ChatTemplate:
         """The template's text.
 
         Raises:
-            RowRejected: the template refuses these messages.
+            RowError: the template refuses these messages.
         """
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=self._source, add_generation_prompt=generation, tokenize=False
             )
         except _TEMPLATE_ERRORS as error:
-            raise RowRejected("template refuses", f"{error}") from error
+            raise RowError("template refuses", f"{error}") from error
         return text + self.added_header if generation else text
 
     def _try(self, messages: list[dict[str, Any]], tools: Any = None, generation: bool = False) -> str | None:
         try:
             return self.render(messages, tools, generation)
-        except RowRejected:
+        except RowError:
             return None
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
@@ -166,7 +168,7 @@ class ChatTemplate:
             made["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             if self.tool_arguments is None:
-                raise RowRejected("tools unsupported", f"the chat template does not print tool calls (message {i})")
+                raise RowError("tools unsupported", f"the chat template does not print tool calls (message {i})")
             made["tool_calls"] = [self._call(call, i, mask) for call in message.tool_calls]
         return made
 
@@ -186,13 +188,13 @@ class ChatTemplate:
                 the ends of the turns are not looked for then.
 
         Raises:
-            RowRejected: the template refuses the row, or changes or loses a text of it.
+            RowError: the template refuses the row, or changes or loses a text of it.
         """
         text = self.render(self._dicts(messages, _plain), list(tools) or None, generation)
         for i, tool in enumerate(tools):
             name = tool["function"]["name"]
             if name not in text and json.dumps(name)[1:-1] not in text:
-                raise RowRejected("tools unsupported", f"the chat template does not print the tools (tools[{i}], {name})")
+                raise RowError("tools unsupported", f"the chat template does not print tools[{i}] ({name})")
         mask = _Placeholders(self._nonce(text), self._encoder.has_control_text)
         masked = self._dicts(messages, mask)
         masked_tools = [_map_strings(tool, lambda t: mask(t, False, -1, "tools")) for tool in tools] or None
@@ -222,9 +224,9 @@ class ChatTemplate:
         found = spots.of_message(i)
         lost = {what for key, what in spots.expected(i) if key not in found}
         if "call" in lost:
-            raise RowRejected("template loses text", f"the chat template does not print the tool call of message {i}")
+            raise RowError("template loses text", f"the chat template does not print the tool call of message {i}")
         if not found or ("content" in lost and not message.tool_calls):
-            raise RowRejected("template loses text", f"the chat template leaves out the answer of message {i}")
+            raise RowError("template loses text", f"the chat template leaves out the answer of message {i}")
         first, last = min(a for a, _ in found.values()), max(b for _, b in found.values())
         start, matches = self._start(i, masked, tools, spots, first)
         end, terminator = last, None
@@ -236,10 +238,8 @@ class ChatTemplate:
                 if match[0] in self.terminators:
                     end, terminator = match.end(), match[0]
                     break
-            else:
-                match = None
-            if terminator is None:
-                raise RowRejected("no terminator", f"no end-of-turn token after the answer of message {i}")
+            if not self.ends_earlier_turns and i + 1 < len(masked) and not message.tool_calls:
+                end, terminator = last, None
         return Turn(
             i, spots.real(start), spots.real(end), terminator, matches,
             message.reasoning if message.reasoning and ("reasoning" in lost or self.reasoning == "dropped") else "",
@@ -250,7 +250,7 @@ class ChatTemplate:
         """Where generation of message `i` starts in the skeleton, and whether its prompt is what stands before."""
         skeleton = spots.skeleton
         if i == 0:
-            raise RowRejected("no question", "the chat begins with an assistant turn")
+            raise RowError("no question", "the chat begins with an assistant turn")
         prompt = self.render(masked[:i], tools, True)
         if len(prompt) <= first and skeleton.startswith(prompt):
             return len(prompt), True
@@ -265,7 +265,7 @@ class ChatTemplate:
             at = skeleton.rfind(header[:length], low, first)
             if at >= 0:
                 return at + length, False
-        raise RowRejected("cannot locate answer", f"no generation prompt stands before the answer of message {i}")
+        raise RowError("cannot locate answer", f"no generation prompt stands before the answer of message {i}")
 
     # ---- probes -----------------------------------------------------------------------------------------
 
@@ -276,9 +276,11 @@ class ChatTemplate:
         user, answer = {"role": "user", "content": "Qprobe1u"}, {"role": "assistant", "content": "Qprobe2a"}
         try:
             whole = self.render([user, answer], None, False)
-        except RowRejected as problem:
+        except RowError as problem:
             fix = "give another template with data.chat_template"
-            raise UserError(f"the chat template cannot render a question and an answer: {problem}", fix=fix) from problem
+            raise UserError(
+                f"the chat template cannot render a question and an answer: {problem}", fix=fix
+            ) from problem
         if "Qprobe2a" not in whole:
             raise UserError("the chat template leaves out the assistant's text", fix="set data.chat_template")
         before, _, tail = whole.partition("Qprobe2a")
@@ -300,8 +302,9 @@ class ChatTemplate:
         if more is not None and "Qprobe2a" in more and "Qprobe3u" in more:
             middle = self._first_special(more[more.index("Qprobe2a") : more.index("Qprobe3u")])
             # without a terminator of its own an earlier turn is followed by the next turn's opening token
-            opening = self._first_special(more[: more.index("Qprobe2a")].rpartition("Qprobe1u")[0])
-            if middle is not None and middle != last and middle != opening:
+            opening = [m[0] for m in self._encoder.find_controls(more[: more.index("Qprobe1u")])][-1:]
+            self.ends_earlier_turns = middle is not None and [middle] != opening
+            if middle is not None and self.ends_earlier_turns and middle != last:
                 found.append(middle)
         return tuple(found)
 
@@ -363,20 +366,20 @@ class _Spots:
             core, answer, index, what = mask.texts[match[0]]
             shown = next((form for form in _forms(core) if text.startswith(form, cursor)), None)
             if shown is None:
-                raise RowRejected("template changes text", f"{what} of message {index} is not rendered as it was given")
+                raise RowError("template changes text", f"{what} of message {index} is not rendered as it was given")
             self.segments.append(Segment(cursor, cursor + len(shown), "assistant" if answer else "data"))
             cursor += len(shown)
             done = match.end()
             if answer and any(key == match[0] for _, _, key in self._places):
-                raise RowRejected("template changes text", f"{what} of message {index} is printed twice")
+                raise RowError("template changes text", f"{what} of message {index} is printed twice")
             self._places.append((match.start(), done, match[0]))
             self._offsets.append((done, cursor))
         if self._template(text, skeleton[done:], cursor) != len(text):
-            raise RowRejected("template changes text", "the text depends on the messages in a way that is not understood")
+            raise RowError("template changes text", "its text depends on the messages in a way that is not understood")
 
     def _template(self, text: str, part: str, cursor: int) -> int:
         if not text.startswith(part, cursor):
-            raise RowRejected("template changes text", f"near {text[cursor : cursor + 40]!r}")
+            raise RowError("template changes text", f"near {text[cursor : cursor + 40]!r}")
         if part:
             self.segments.append(Segment(cursor, cursor + len(part), "template"))
         return cursor + len(part)

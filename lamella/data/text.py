@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
-from lamella.data.read import RowRejected
+from lamella.data.read import RowError
 from lamella.errors import UserError
 
 Kind = Literal["template", "assistant", "data"]
@@ -131,7 +132,7 @@ class TextEncoder:
 
         def ordinary(start: int, end: int) -> None:
             edges = [start, *(c for c in cuts if start < c < end), end]
-            runs.extend(Run(a, b, text[a:b]) for a, b in zip(edges, edges[1:], strict=False) if a < b)
+            runs.extend(Run(a, b, text[a:b]) for a, b in pairwise(edges) if a < b)
 
         done = 0
         for start, end, token_id, left, right in controls:
@@ -145,9 +146,7 @@ class TextEncoder:
         """Token ids of each run."""
         if self.prefixes_space:
             return [self._encode_in_context(runs, i) for i in range(len(runs))]
-        texts = [run.text for run in runs if run.token_id is None]
-        encoded = iter(self._bare.encode_batch(texts, add_special_tokens=False))
-        return [[run.token_id] if run.token_id is not None else self._checked(next(encoded).ids, run.text) for run in runs]
+        return [[run.token_id] if run.token_id is not None else self.encode_text(run.text) for run in runs]
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of an ordinary text that stands alone."""
@@ -166,7 +165,7 @@ class TextEncoder:
         pieces.append(text[done:])
         ids = [i for piece in pieces for i in self._bare.encode(piece, add_special_tokens=False).ids]
         if not self.control_ids.isdisjoint(ids):
-            raise RowRejected("control token in text", f"{text[:60]!r} cannot be encoded as ordinary text")
+            raise RowError("control token in text", f"{text[:60]!r} cannot be encoded as ordinary text")
         return ids
 
     def _encode_in_context(self, runs: Sequence[Run], i: int) -> list[int]:
@@ -180,7 +179,7 @@ class TextEncoder:
         anchor = self.encode_text("\n")
         ids = self.encode_text("\n" + run.text)
         if ids[: len(anchor)] != anchor:
-            raise RowRejected("inexact seam", f"{run.text[:40]!r} cannot be encoded apart from what precedes it")
+            raise RowError("inexact seam", f"{run.text[:40]!r} cannot be encoded apart from what precedes it")
         return ids[len(anchor) :]
 
     def decode(self, ids: Sequence[int]) -> str:

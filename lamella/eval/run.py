@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -26,7 +26,7 @@ class PromptEncoder(Protocol):
     """Messages to token ids, the way training encodes them: prompt and answer apart, then joined."""
 
     @property
-    def stop_ids(self) -> Collection[int]:
+    def stop_ids(self) -> set[int]:
         """Tokens that end an answer."""
         ...
 
@@ -57,7 +57,7 @@ class EvalEngine(Protocol):
     def config(self) -> Any: ...
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int]
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: set[int]
     ) -> Sequence[Generated]: ...
 
 
@@ -108,8 +108,9 @@ def evaluate(
         mode: "likelihood": the label whose tokens and terminator are likeliest; "constrained": what greedy decoding
             writes when it may write labels only; "generate": greedy decoding without limits, then parsed.
         shots: few-shot examples per prompt, from the tenant's training rows.
-        batch_tokens: token budget of a micro-batch; changes memory and speed, not the numbers.
-        walk_tokens: token budget of all batches that go through the layers together.
+        batch_tokens: token budget of a micro-batch (of all rows generating together in "generate"); changes memory
+            and speed, not the numbers.
+        walk_tokens: token budget of all micro-batches that are scored in one walk through the layers.
         length_normalise: compare log-probabilities per label token ("likelihood" only).
         max_new_tokens: limit of "generate"; None: the task's.
         seed: chooses few-shot examples and resamples.
@@ -131,9 +132,7 @@ def evaluate(
             prompts = [tuple(encoder.prompt_ids(task.messages(r, examples))) for r in rows]
             if mode == "generate":
                 _check_context(engine, rows, prompts, limit)
-                predictions += _generate(
-                    task, engine, encoder, rows, prompts, limit, walk_tokens, lambda n: meter.advance(n)
-                )
+                predictions += _generate(task, engine, encoder, rows, prompts, limit, batch_tokens, meter.advance)
                 continue
             trie = LabelTrie(task.labels[tenant], [encoder.answer_ids(label) for label in task.labels[tenant]])
             _check_context(engine, rows, prompts, max(map(len, trie.paths)) - 1)
@@ -198,20 +197,27 @@ def _label_predictions(
     return found
 
 
+def _runs(prompts: Sequence[Ids], limit: int, batch_tokens: int) -> Iterator[slice]:
+    """Prompts generated together: rows x (longest prompt + limit) stays within the budget, one row at least."""
+    first = longest = 0
+    for n, ids in enumerate(prompts):
+        longest_with = max(longest, len(ids) + limit)
+        if n > first and (n - first + 1) * longest_with > batch_tokens:
+            yield slice(first, n)
+            first, longest_with = n, len(ids) + limit
+        longest = longest_with
+    yield slice(first, len(prompts))
+
+
 def _generate(
     task: Task, engine: EvalEngine, encoder: PromptEncoder, rows: Sequence[TaskRow], prompts: Sequence[Ids], limit: int,
-    walk_tokens: int, on_rows: Callable[[int], None],
+    batch_tokens: int, on_rows: Callable[[int], None],
 ) -> list[Prediction]:  # fmt: skip
     found: list[Prediction] = []
     parser = task.parser_of(rows[0].tenant)
-    at = 0
-    while at < len(rows):
-        end, filled = at, 0
-        while end < len(rows) and (end == at or filled + len(prompts[end]) + limit <= walk_tokens):
-            filled += len(prompts[end]) + limit
-            end += 1
-        outputs = engine.generate(prompts[at:end], max_new_tokens=limit, stop_ids=encoder.stop_ids)
-        for row, prompt, output in zip(rows[at:end], prompts[at:end], outputs, strict=True):
+    for run in _runs(prompts, limit, batch_tokens):
+        outputs = engine.generate(prompts[run], max_new_tokens=limit, stop_ids=encoder.stop_ids)
+        for row, prompt, output in zip(rows[run], prompts[run], outputs, strict=True):
             assert output.finish in ("stop", "length"), output.finish
             assert row.id is not None
             ids = list(output.ids)
@@ -225,6 +231,5 @@ def _generate(
                 Prediction(row.tenant, row.id, row.document, row.label, read.label, read.status, output=read.answer,
                            reasoning=read.reasoning or None)
             )  # fmt: skip
-        on_rows(end - at)
-        at = end
+        on_rows(run.stop - run.start)
     return found

@@ -26,7 +26,7 @@ from lamella.kernels.layout import (
 
 ISAS = {"c-portable": 0, "c-avx2": 1, "c-avx512": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-STREAM_BYTES = 4 << 20
+STREAM_BYTES = 16 << 20
 """Outputs from this size on are written past the caches."""
 
 
@@ -46,7 +46,7 @@ def load(path: Path) -> ctypes.CDLL:
     ]  # fmt: skip
     lib.lamella_dequantize.restype = None
     lib.lamella_quantize_absmax.argtypes = [pointer, c_float, pointer, c_int64, pointer, pointer, c_int]
-    lib.lamella_dequantize_absmax.argtypes = [pointer, pointer, pointer, c_float, c_int64, pointer, c_int]
+    lib.lamella_dequantize_absmax.argtypes = [c_int, pointer, pointer, pointer, c_float, c_int64, pointer, c_int]
     lib.lamella_dequantize_absmax.restype = None
     lib.lamella_keep_mask.argtypes = [c_int, pointer, c_int64, c_int64, c_uint32, pointer, c_int]
     lib.lamella_keep_mask.restype = None
@@ -112,7 +112,7 @@ class CpuKernels:
         check_state(state, blocks, state.q.device)
         check_part("out", out, torch.float32, blocks, state.q.device)
         self._lib.lamella_dequantize_absmax(
-            state.q.data_ptr(), state.code.data_ptr(), state.absmax2.data_ptr(), state.offset.item(), blocks,
+            self._isa, state.q.data_ptr(), state.code.data_ptr(), state.absmax2.data_ptr(), state.offset.item(), blocks,
             out.data_ptr(), _threads(threads),
         )  # fmt: skip
         return out

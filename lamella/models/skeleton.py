@@ -31,14 +31,17 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
+class _TupleWanted(Exception):
+    """The model takes `layer(...)[0]`: a bare [1, T, H] answer arrived at the next layer as [T, H]."""
+
+
 class _Stub(nn.Module):
     """Stands for a decoder layer: hands its input on, or what it was given, and records the call."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its weights are not the model's any more
-        annotation = str(type(layer).forward.__annotations__.get("return", ""))
-        self.returns_tuple = "tuple" in annotation.lower()
+        self.returns_tuple = False
         self.call: LayerCall | None = None
         self.answer: Tensor | None = None
 
@@ -49,6 +52,8 @@ class _Stub(nn.Module):
             return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.dim() == 2:
+            raise _TupleWanted
         self.call = LayerCall(args, kwargs)
         hidden = hidden_states if self.answer is None else self.answer
         return (hidden,) if self.returns_tuple else hidden
@@ -157,18 +162,28 @@ class Skeleton:
         for stub in self.stubs:
             stub.call, stub.answer = None, None
         seen: list[Tensor] = []
-        first = self.stubs[0]
-        handle = first.register_forward_pre_hook(lambda _, args, kwargs: seen.append(
+        handle = self.stubs[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(
             args[0] if args else kwargs["hidden_states"]), with_kwargs=True)  # fmt: skip
         try:
-            self.model.base_model(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+            out = self._base(input_ids_T, position_ids_T)
+        except _TupleWanted:
+            out = None
         finally:
             handle.remove()
+        if out is None or out.dim() == 2:
+            assert not self.stubs[0].returns_tuple, "layers answered with tuples, still unpacked twice"
+            for stub in self.stubs:
+                stub.returns_tuple = True
+            return self.prologue(input_ids_T, position_ids_T)
         calls = [stub.call for stub in self.stubs]
         if len(seen) != 1 or any(call is None for call in calls):
             raise UserError(f"{type(self.model).__name__} does not run each layer exactly once",
                             fix="this family is not supported yet")  # fmt: skip
         return seen[0], cast(list[LayerCall], calls)
+
+    def _base(self, input_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
+        out = self.model.base_model(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+        return cast(Tensor, out.last_hidden_state)
 
     def head(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] of N boundary outputs of the last layer, through the model's own norm and head."""
@@ -185,9 +200,6 @@ class Skeleton:
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Layer `index` on hidden states [1, T, H] with the arguments the model gave it."""
         out = self.layers[index](hidden, *call.args, **call.kwargs)
-        if isinstance(out, tuple) != self.stubs[index].returns_tuple:
-            raise UserError(f"{type(self.layers[index]).__name__} returns {type(out).__name__}, not what it declares",
-                            fix="this family is not supported yet")  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
 
     def routers(self) -> dict[int, tuple[nn.Module, int]]:

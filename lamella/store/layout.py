@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lamella.checkpoint.facts import TensorClass
 from lamella.checkpoint.header import TensorInfo
-from lamella.store.manifest import ALIGN_BYTES, ITEM_BYTES, part_sizes
+from lamella.store.manifest import ALIGN_BYTES, ITEM_BYTES, TensorFormat, part_sizes
 
 TORCH_DTYPE = {
     "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32",
@@ -27,7 +27,7 @@ class Planned:
 
     tensor: TensorInfo
     tensor_class: TensorClass
-    format: str
+    format: TensorFormat
     dtype: str
     parts: dict[str, tuple[int, int]]
 
@@ -81,7 +81,8 @@ def plan_group(key: str, file: str, wanted: Sequence[Wanted], block_size: int, d
         for part in sizes[0]:
             for spot, size in zip(places, sizes, strict=True):
                 spot[part] = code_part if part == "absmax_code" and code_part else place(size[part])
-        planned += [Planned(w.tensor, w.tensor_class, "nf4", w.dtype, spot) for w, spot in zip(run, places, strict=True)]
+        for w, spot in zip(run, places, strict=True):
+            planned.append(Planned(w.tensor, w.tensor_class, "nf4", w.dtype, spot))
     return PlannedGroup(key, file, position, tuple(planned))
 
 

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lamella.checkpoint.facts import TensorClass
 from lamella.errors import UserError
 
+TensorFormat = Literal["nf4", "raw"]
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 ABSMAX2_BLOCK = 256
@@ -50,7 +51,7 @@ class TensorRecord(_Model):
     tensor_class: TensorClass
     shape: tuple[int, ...]
     dtype: str
-    format: Literal["nf4", "raw"]
+    format: TensorFormat
     parts: dict[str, tuple[int, int]]
     """Part name -> (offset in the group's file, bytes)."""
     checksum: str
@@ -77,7 +78,7 @@ class ReportRow(_Model):
     """All tensors of one class and format, before and after."""
 
     tensor_class: TensorClass
-    format: Literal["nf4", "raw"]
+    format: TensorFormat
     dtype: str
     count: int
     parameters: int
@@ -167,16 +168,16 @@ def read_manifest(store: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"`{key}`: {first['msg']}", fix=_REMAKE, path=path) from error
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"`{where}`: {first['msg']}", fix=_REMAKE, path=path) from error
     if len(manifest.layers) != manifest.num_layers:
         what = f"num_layers is {manifest.num_layers}, {len(manifest.layers)} layers are described"
         raise UserError(what, fix=_REMAKE, path=path)
     for key, group in manifest.groups():
         _check_group(key, group, manifest, path)
         _check_file(store / group.file, group.nbytes)
-    for name, copied in manifest.files.items():
-        _check_file(store / name, copied.nbytes)
+    for file, copied in manifest.files.items():
+        _check_file(store / file, copied.nbytes)
     return manifest
 
 
@@ -184,7 +185,7 @@ def _no_store(store: Path) -> UserError:
     partial = store.with_name(store.name + ".partial")
     if not store.exists() and partial.is_dir():
         return UserError("store is not finished (its .partial folder is there)",
-                         fix="run the same `lamella quantize` again; it goes on where it stopped", path=store)  # fmt: skip
+                         fix="run the same `lamella quantize` again; it goes on", path=store)  # fmt: skip
     if (store / "config.json").is_file():
         return UserError("is a checkpoint, not a layer store",
                          fix=f"run `lamella quantize {store} -o STORE` and give STORE", path=store)  # fmt: skip

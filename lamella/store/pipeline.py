@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ _POLL_S = 0.1
 T = TypeVar("T")
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """The other end of the pipeline is gone."""
 
 
@@ -81,7 +82,7 @@ class _Pipe:
                 return source.get(timeout=_POLL_S)
             except queue.Empty:
                 if self.stop.is_set():
-                    raise _Stopped from None
+                    raise _StoppedError from None
 
     def put(self, target: queue.Queue[Any], item: Any) -> None:
         while True:
@@ -89,13 +90,13 @@ class _Pipe:
                 return target.put(item, timeout=_POLL_S)
             except queue.Full:
                 if self.stop.is_set():
-                    raise _Stopped from None
+                    raise _StoppedError from None
 
     def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
-            except _Stopped:
+            except _StoppedError:
                 pass
             except BaseException as error:  # noqa: BLE001  handed to the caller's thread, which raises it
                 self.error = error
@@ -113,6 +114,7 @@ def run_pipeline(
     *,
     block_size: int,
     advance: Callable[[int, str], None],
+    threads: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Quantise and write every group that the journal does not have yet.
@@ -127,20 +129,20 @@ def run_pipeline(
     assert chunk_bytes % (4 * block_size) == 0
     pending = [group for group in groups if group.key not in journal.done]
     pipe = _Pipe(chunk_bytes)
-    threads = [
+    sides = [
         pipe.thread(lambda: _read(pipe, checkpoint, pending, chunk_bytes), "lamella-read"),
         pipe.thread(lambda: _Writer(pipe, journal, pending).run(), "lamella-write"),
     ]
     try:
-        _quantise(pipe, block_size, advance)
+        _quantise(pipe, block_size, advance, threads)
         pipe.put(pipe.writes, None)
-        threads[1].join()
-    except _Stopped:
+        sides[1].join()
+    except _StoppedError:
         pass
     finally:
         pipe.stop.set()
-        for thread in threads:
-            thread.join()
+        for side in sides:
+            side.join()
     if pipe.error is not None:
         raise pipe.error
 
@@ -159,7 +161,7 @@ def _read(pipe: _Pipe, checkpoint: Checkpoint, groups: list[PlannedGroup], chunk
     pipe.put(pipe.chunks, None)
 
 
-def _quantise(pipe: _Pipe, block_size: int, advance: Callable[[int, str], None]) -> None:
+def _quantise(pipe: _Pipe, block_size: int, advance: Callable[[int, str], None], threads: int | None) -> None:
     absmax = torch.empty(0)
     while (chunk := pipe.get(pipe.chunks)) is not None:
         planned = chunk.planned
@@ -172,12 +174,12 @@ def _quantise(pipe: _Pipe, block_size: int, advance: Callable[[int, str], None])
                 absmax = torch.empty(-(-planned.tensor.numel // block_size))
             first = chunk.start // planned.tensor.itemsize // block_size
             scales = absmax[first : first + -(-x.numel() // block_size)]
-            codes, _ = _named(planned.tensor, lambda x=x, scales=scales: quantize_nf4(x, block_size, absmax=scales))
+            codes, _ = _named(planned.tensor, partial(quantize_nf4, x, block_size, absmax=scales, threads=threads))
             pipe.put(pipe.free, chunk.pooled)
             offset = planned.parts["codes"][0] + chunk.start // planned.tensor.itemsize // 2
             pipe.put(pipe.writes, _Write(chunk.group, planned.tensor.name, offset, codes.view(-1)))
             if chunk.last_of_tensor:
-                for write in _scale_writes(chunk, absmax):
+                for write in _scale_writes(chunk, absmax, threads):
                     pipe.put(pipe.writes, write)
         advance(chunk.data.numel(), chunk.group.file)
 
@@ -193,13 +195,13 @@ def _kept(chunk: _Chunk, x: Tensor) -> Iterable[_Write]:
                  chunk.pooled, chunk.last_of_tensor, chunk.last_of_group)  # fmt: skip
 
 
-def _scale_writes(chunk: _Chunk, absmax: Tensor) -> Iterable[_Write]:
+def _scale_writes(chunk: _Chunk, absmax: Tensor, threads: int | None) -> Iterable[_Write]:
     """Writes of an nf4 tensor's scale parts, in the order of its parts; the last one ends the tensor."""
     parts = chunk.planned.parts
     if "absmax" in parts:
         values = {"absmax": absmax}
     else:
-        state = _named(chunk.planned.tensor, lambda: quantize_absmax(absmax))
+        state = _named(chunk.planned.tensor, partial(quantize_absmax, absmax, threads=threads))
         values = {"absmax_q": state.q, "absmax_code": state.code, "absmax2": state.absmax2,
                   "offset": state.offset.reshape(1)}  # fmt: skip
     for part, value in values.items():

@@ -18,11 +18,11 @@ from lamella import __version__
 from lamella.checkpoint.facts import QUANTISED_CLASSES, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.header import TensorInfo
-from lamella.checkpoint.source import Checkpoint
+from lamella.checkpoint.source import INDEX_NAME, Checkpoint
 from lamella.checkpoint.tied import Tying, find_tying
 from lamella.console import notice, progress
 from lamella.errors import UserError
-from lamella.store.journal import JOURNAL_NAME, Journal, free_bytes, partial_path, sync_folder
+from lamella.store.journal import JOURNAL_NAME, Journal, check_writable, free_bytes, partial_path, sync_folder
 from lamella.store.layout import TORCH_DTYPE, PlannedGroup, Wanted, plan_group
 from lamella.store.manifest import (
     FORMAT_VERSION,
@@ -106,12 +106,16 @@ def _want(tensor: TensorInfo, prefix: str, num_experts: int | None, settings: Qu
     return Wanted(tensor, kind, True, TORCH_DTYPE[tensor.dtype])
 
 
-def quantize_checkpoint(source: str | Path, store: Path, settings: QuantizeSettings | None = None) -> Manifest:
+def quantize_checkpoint(
+    source: str | Path, store: Path, settings: QuantizeSettings | None = None, *, threads: int | None = None
+) -> Manifest:
     """Make the layer store `store` from a checkpoint, or go on with an interrupted one.
 
     Args:
         source: checkpoint folder or hub id.
         store: folder to make; must not exist yet.
+        threads: CPU threads of the kernels; None: torch's. bitsandbytes' offsets (a mean by torch) may differ
+            in their last bit with another number of threads.
 
     Raises:
         UserError: `store` exists or cannot be written, bad checkpoint, a partial store of another source or
@@ -120,18 +124,24 @@ def quantize_checkpoint(source: str | Path, store: Path, settings: QuantizeSetti
     settings = settings or QuantizeSettings()
     if store.exists() and not (store.is_dir() and not any(store.iterdir())):
         raise UserError("exists already", fix="give another -o STORE, or delete it first", path=store)
+    check_writable(store)
     if settings.block_size < 32 or settings.block_size > 4096 or settings.block_size & (settings.block_size - 1):
         raise UserError(f"block size {settings.block_size} is not a power of two from 32 to 4096", fix="use 64")
     with Checkpoint.open(source) as checkpoint:
         plan = plan_store(checkpoint, settings)
         for line in plan.notices:
             notice(line)
-        digest = fingerprint(checkpoint, plan.tying.tied)
-        head = {"format": FORMAT_VERSION, "fingerprint": digest, **asdict(settings)}
+        head = journal_head(checkpoint, plan, settings)
         with Journal.open(store, head, plan.groups) as journal:
             _check_room(plan, journal)
-            _stream(checkpoint, plan, journal, settings)
-            return _finish(checkpoint, plan, journal, settings, digest, store)
+            _stream(checkpoint, plan, journal, settings, threads)
+            return _finish(checkpoint, plan, journal, settings, head["fingerprint"], store)
+
+
+def journal_head(checkpoint: Checkpoint, plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
+    """What is being made: a partial store goes on only if all of this is the same."""
+    digest = fingerprint(checkpoint, plan.tying.tied)
+    return {"format": FORMAT_VERSION, "fingerprint": digest, **asdict(settings)}
 
 
 def _check_room(plan: Plan, journal: Journal) -> None:
@@ -142,7 +152,9 @@ def _check_room(plan: Plan, journal: Journal) -> None:
                         fix="make room or choose another -o STORE", path=journal.folder)  # fmt: skip
 
 
-def _stream(checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: QuantizeSettings) -> None:
+def _stream(
+    checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: QuantizeSettings, threads: int | None
+) -> None:
     from lamella.store.pipeline import run_pipeline
 
     pending = [group for group in plan.groups if group.key not in journal.done]
@@ -150,7 +162,13 @@ def _stream(checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: Quan
         notice(f"going on: {len(journal.done)} of {len(plan.groups)} files are done")
     total = sum(planned.tensor.nbytes for group in pending for planned in group.tensors)
     with progress("quantise", total, "B") as meter:
-        run_pipeline(checkpoint, plan.groups, journal, block_size=settings.block_size, advance=meter.advance)
+        try:
+            run_pipeline(
+                checkpoint, plan.groups, journal, block_size=settings.block_size, advance=meter.advance, threads=threads
+            )
+        except KeyboardInterrupt:
+            notice("stopped; the same command goes on where it was")
+            raise
 
 
 def _finish(
@@ -199,7 +217,7 @@ def _copy_files(checkpoint: Checkpoint, tied: bool, partial: Path) -> dict[str, 
     for pattern in _COPIED:
         for file in sorted(checkpoint.path.glob(pattern)):
             name = str(file.relative_to(checkpoint.path))
-            if name in copied or not file.is_file() or name.endswith(".safetensors.index.json") or name == MANIFEST_NAME:
+            if name in copied or name in (MANIFEST_NAME, INDEX_NAME) or not file.is_file():
                 continue
             target = partial / name
             target.parent.mkdir(exist_ok=True)

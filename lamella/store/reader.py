@@ -56,7 +56,8 @@ class PackedGroup:
             `out`.
         """
         record = self.records[name]
-        assert out.is_contiguous() and out.numel() == record.numel, f"{name}: out has {list(out.shape)}"
+        assert out.is_contiguous()
+        assert out.numel() == record.numel, f"{name} has shape {list(record.shape)}, out {list(out.shape)}"
         if record.format == "raw":
             return out.copy_(self.raw(name).view(out.shape))
         dequantize_nf4(self.part(name, "codes", torch.uint8), self._scales((name,)), out, self.block_size)
@@ -66,13 +67,15 @@ class PackedGroup:
         """Write tensors one after the other into `out`, as if concatenated flat.
 
         Expert matrices that the store holds side by side (see `lamella.store.layout`) take one kernel call
-        in all (a few for very large runs). Names must be in that order: for each expert gate then up, or down for each expert.
+        in all (a few for very large runs). They do when named in that order: for each expert gate then up,
+        or for each expert down.
 
         Args:
             out: bf16, fp16 or fp32, contiguous, as many elements as all the tensors together.
         """
         records = [self.records[name] for name in names]
-        assert out.is_contiguous() and out.numel() == sum(record.numel for record in records)
+        assert out.is_contiguous()
+        assert out.numel() == sum(record.numel for record in records)
         flat, position = out.view(-1), 0
         if len(records) > 1 and _side_by_side(records, self.block_size):
             step = max(1, _RUN_NUMEL // records[0].numel)  # bounds the buffer of first-level scales
@@ -172,13 +175,15 @@ class Store:
         """
         group = self._group(i)
         buffer = torch.empty(group.nbytes, dtype=torch.uint8) if into is None else into[: group.nbytes]
-        assert buffer.dtype == torch.uint8 and buffer.is_contiguous() and buffer.numel() == group.nbytes
+        assert buffer.dtype == torch.uint8
+        assert buffer.is_contiguous()
+        assert buffer.numel() == group.nbytes
         assert group.nbytes == 0 or buffer.data_ptr() % 64 == 0, "buffer is not aligned to 64 bytes"
         file = self.path / group.file
         try:
             fd = os.open(file, os.O_RDONLY)
             try:
-                read_exactly(fd, memoryview(buffer.numpy()), 0, file)
+                read_exactly(fd, memoryview(buffer.numpy().data), 0, file)
             finally:
                 os.close(fd)
         except OSError as error:

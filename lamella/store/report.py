@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from lamella.checkpoint.facts import QUANTISED_CLASSES, expert_pattern
+from lamella.checkpoint.facts import QUANTISED_CLASSES, TensorClass, expert_pattern
 from lamella.store.layout import Planned, PlannedGroup
-from lamella.store.manifest import Manifest, ReportRow
+from lamella.store.manifest import Manifest, ReportRow, TensorFormat
 from lamella.units import format_bytes, format_count
 
-_ORDER = ("attention", "mlp", "experts", "router", "norm", "bias", "embedding", "head", "other")
+_ORDER: tuple[TensorClass, ...] = (
+    "attention",
+    "mlp",
+    "experts",
+    "router",
+    "norm",
+    "bias",
+    "embedding",
+    "head",
+    "other",
+)
 
 
 def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
@@ -25,7 +36,7 @@ def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
         tables += 1024 if any("absmax_code" in planned.parts for planned in group.tensors) else 0
         items += group.tensors
 
-    def key(planned: Planned) -> tuple[int, str, str]:
+    def key(planned: Planned) -> tuple[int, TensorFormat, str]:
         return _ORDER.index(planned.tensor_class), planned.format, planned.dtype
 
     rows = []
@@ -51,7 +62,10 @@ def report_notices(groups: Iterable[PlannedGroup]) -> list[str]:
     lines = []
     left: dict[str, int] = {}
     for planned in layers:
-        matrix = len(planned.tensor.shape) >= 2 and planned.tensor_class in (*QUANTISED_CLASSES, "other")
+        matrix = len(planned.tensor.shape) >= 2 and planned.tensor_class in (
+            *QUANTISED_CLASSES,
+            "other",
+        )
         if planned.format == "raw" and matrix:
             pattern = expert_pattern(planned.tensor.name)
             left[pattern] = left.get(pattern, 0) + planned.tensor.numel
@@ -70,28 +84,30 @@ def report_notices(groups: Iterable[PlannedGroup]) -> list[str]:
 
 
 def report_table(rows: Iterable[ReportRow], title: str) -> Any:
-    """The rows as a rich table."""
+    """The rows as a rich table, without names."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("class", "stored as", "tensors", "parameters", "before", "after", "bytes/weight", "names"):
-        table.add_column(name, justify="left" if name in ("class", "stored as", "names") else "right",
-                         overflow="fold")  # fmt: skip
+    for name in ("class", "stored as", "tensors", "params", "before", "after", "B/weight"):
+        table.add_column(name, justify="left" if name in ("class", "stored as") else "right", no_wrap=True)
     total = [0, 0, 0, 0]
     for row in rows:
-        names = row.names if row.format == "raw" and row.tensor_class != "bias" else row.names[:3]
-        more = f"\n... {len(row.names) - len(names)} more" if len(row.names) > len(names) else ""
-        table.add_row(
-            row.tensor_class, "nf4" if row.format == "nf4" else row.dtype, str(row.count), format_count(row.parameters),
-            format_bytes(row.bytes_source), format_bytes(row.bytes_store), f"{row.bytes_per_weight:.3f}",
-            "\n".join(names) + more,
-        )  # fmt: skip
-        for i, n in enumerate((row.count, row.parameters, row.bytes_source, row.bytes_store)):
-            total[i] += n
+        counts = (row.count, row.parameters, row.bytes_source, row.bytes_store)
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        table.add_row(row.tensor_class, _stored_as(row), *_cells(counts))
     table.add_section()
-    table.add_row("all", "", str(total[0]), format_count(total[1]), format_bytes(total[2]), format_bytes(total[3]),
-                  f"{total[3] / max(total[1], 1):.3f}", "")  # fmt: skip
+    table.add_row("all", "", *_cells(total))
     return table
+
+
+def _stored_as(row: ReportRow) -> str:
+    return row.dtype if row.format == "raw" else "nf4"
+
+
+def _cells(counts: Sequence[int]) -> list[str]:
+    count, parameters, before, after = counts
+    weight = f"{after / max(parameters, 1):.3f}"
+    return [str(count), format_count(parameters), format_bytes(before), format_bytes(after), weight]
 
 
 def report_json(manifest: Manifest) -> dict[str, Any]:
@@ -103,3 +119,19 @@ def report_json(manifest: Manifest) -> dict[str, Any]:
         "bytes": sum(group.nbytes for _, group in manifest.groups()), "notices": list(manifest.notices),
         "classes": [row.model_dump(mode="json") for row in manifest.report],
     }  # fmt: skip
+
+
+def print_report(manifest: Manifest, store: Path) -> None:
+    """Table, names of what is not 4-bit, notices and one closing line on stdout."""
+    from lamella.console import out
+
+    scales = "double-quantised scales" if manifest.double_quant else "fp32 scales"
+    title = f"{manifest.model_type}, {manifest.num_layers} layers, NF4 blocks of {manifest.block_size}, {scales}"
+    out.print(report_table(manifest.report, title))
+    for row in manifest.report:
+        if row.format == "raw":
+            out.print(f"stays {row.dtype}, {row.tensor_class}: {', '.join(row.names)}", markup=False)
+    for line in manifest.notices:
+        out.print(line, markup=False)
+    nbytes = sum(group.nbytes for _, group in manifest.groups())
+    out.print(f"{store}: {format_bytes(nbytes)}, source fingerprint {manifest.source_fingerprint}", markup=False)

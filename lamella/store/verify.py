@@ -71,9 +71,10 @@ def _verify_group(file: Path, group: Group, progress: Callable[[int], None]) -> 
             if digest.hexdigest() != record.checksum:
                 wrong.append(record.name)
         for start, end in _gaps(group):
-            found = next((start + i for view in pieces(start, end - start) for i, byte in enumerate(view) if byte), None)
-            if found is not None:
-                wrong.append(f"{group.file}: padding at byte {found}")
+            padding = b"".join(bytes(view) for view in pieces(start, end - start))
+            stray = len(padding) - len(padding.lstrip(b"\0"))
+            if stray < len(padding):
+                wrong.append(f"{group.file}: padding at byte {start + stray}")
     finally:
         os.close(fd)
     return wrong

@@ -21,6 +21,7 @@ import torch
 
 from lamella.config import RunConfig
 from lamella.console import notice, progress
+from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.train import receipt as receipts
@@ -28,8 +29,8 @@ from lamella.train.checkpoint import load_optimizer, load_state
 from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts, StepRows, TrainResult
-from lamella.train.ranks import Ranks, share_rows
-from lamella.train.state import Best, RunState, digest_of, digests, direction, without_gradient
+from lamella.train.ranks import Ranks
+from lamella.train.state import Best, RunState, digest_of, digests, direction, sibling, without_gradient
 
 Assemble = Callable[[RunConfig, Ranks, bool], Parts]
 
@@ -86,7 +87,10 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
         run = _open_run(config, ranks, folder, parts, beginning)
-        return _train(run)
+        try:
+            return _train(run)
+        finally:
+            parts.engine.close()
     finally:
         folder.close()
         ranks.leave()
@@ -196,13 +200,13 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     tokens = sum(data.tokens(row) for row in rows.rows)
     label_tokens = sum(data.label_tokens(row) for row in rows.rows)
     run.optimizer.zero_grad()
-    loss_sum, aux, present, asked_to_stop = _gradients(run, k, rows, label_tokens)
+    loss_sum, aux, present, asked_to_stop, where = _gradients(run, k, rows, label_tokens)
     norm, rate, reason = math.nan, None, ""
     if label_tokens == 0:
         reason = "no label tokens"
         state.empty_steps += 1
     elif not math.isfinite(loss_sum + aux):
-        reason = f"non-finite loss ({loss_sum / label_tokens}, router balancing {aux})"
+        reason = f"non-finite loss ({loss_sum / label_tokens}, router balancing {aux}){where}"
     else:
         _check_present(run, present)
         run.ranks.sum_gradients(list(run.optimizer.parameters.values()), present)
@@ -223,7 +227,8 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "step": k + 1,
         "epoch": rows.epoch,
         "loss": None if reason else loss_sum / label_tokens,
-        "aux": aux if math.isfinite(aux) and label_tokens else None,
+        "aux": aux if math.isfinite(aux) and label_tokens and run.ranks.world == 1 else None,
+        "total_loss": None if reason else loss_sum / label_tokens + run.parts.aux_coef * aux,
         "grad_norm": norm if math.isfinite(norm) else None,
         "learning_rate": rate,
         "rows": len(rows.rows),
@@ -237,19 +242,24 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     return line, asked_to_stop
 
 
-def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[float, float, list[bool], bool]:
-    """This rank's share of the step, then the sums over ranks: loss, aux, which parameters have a gradient, stop.
+def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[float, float, list[bool], bool, str]:
+    """This rank's share of the step, then the sums over ranks: loss, aux, which parameters have a gradient, stop;
+    and, from this rank alone, in which layer numbers stopped being finite.
 
     A rank that fails still takes part in the sum, so that the others learn of it and end too.
     """
     ranks, parameters = run.ranks, run.optimizer.parameters
     lengths = [run.parts.data.tokens(row) for row in rows.rows]
-    mine = [rows.rows[position] for position in share_rows(lengths, ranks.world)[ranks.rank]]
-    loss_sum = aux = 0.0
+    mine = [rows.rows[position] for position in share_rows(lengths, [1.0] * ranks.world)[ranks.rank]]
+    loss_sum, aux, where = 0.0, 0.0, ""
     try:
         if mine and label_tokens:
-            out = run.parts.engine.step(run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens)
+            out = run.parts.engine.step(
+                run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef
+            )
             loss_sum, aux = out.loss_sum, out.aux
+            bad_layer = out.first_bad_layer()
+            where = "" if bad_layer is None else f" from layer {bad_layer} on"
     except Exception as error:
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, *[0.0] * len(parameters)])
         ranks.gather(str(error) or repr(error))
@@ -260,7 +270,7 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
         failures = enumerate(ranks.gather(""))
         rank, text = next((rank, text) for rank, text in failures if text)
         raise RunFailed(f"rank {rank} failed in step {k + 1}: {text}")
-    return total[0], total[1], [n > 0 for n in total[4:]], total[2] > 0
+    return total[0], total[1], [n > 0 for n in total[4:]], total[2] > 0, where
 
 
 def _check_present(run: Run, present: list[bool]) -> None:
@@ -274,17 +284,26 @@ def _check_present(run: Run, present: list[bool]) -> None:
 
 
 def _note_touched(run: Run) -> None:
-    """Strike units off the list of those that never saw a gradient other than zero."""
-    state = run.state
-    if state.untouched:
-        state.untouched = without_gradient(state.untouched, run.optimizer.parameters, run.parts.class_of)
+    """Strike units off the list of those that never saw a gradient other than zero.
+
+    An expert's A has a zero gradient as long as its B is zero or no token comes. When B moved in an earlier update
+    and has a gradient now, then a token came, and A must have one too.
+    """
+    state, parameters, class_of = run.state, run.optimizer.parameters, run.parts.class_of
+    if not state.untouched:
+        return
+    before = set(state.untouched)
+    state.untouched = without_gradient(state.untouched, parameters, class_of)
+    waiting = [sibling(unit) for unit in state.untouched if "lora_A" in unit and sibling(unit) not in before]
+    silent = set(without_gradient(waiting, parameters, class_of))
+    state.dead += [sibling(unit) for unit in waiting if unit not in silent and sibling(unit) not in state.dead]
 
 
 def _check_moved(run: Run) -> None:
     """After two updates B and then A must have moved everywhere, except in experts that no token reached."""
     if run.state.updates != 2 or run.state.bad_in_row:
         return
-    table = receipts.moved_table(run.parts, run.initial, run.state.untouched)
+    table = receipts.moved_table(run.parts, run.initial, run.state)
     dead = [name for row in table for name in row["dead"]]
     if dead:
         raise RunFailed(f"{len(dead)} trainable tensors did not move in two updates: {_some(dead)}")

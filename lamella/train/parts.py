@@ -14,7 +14,8 @@ from lamella.models.layout import PackedBatch
 
 
 class StepOutput(Protocol):
-    """`loss_sum`: cross-entropy summed over label tokens, not yet divided; `aux`: router balancing loss, unweighted."""
+    """`loss_sum`: cross-entropy summed over label tokens, not yet divided; `aux`: router balancing loss, unweighted;
+    `first_bad_layer()`: first layer whose output was not finite, or None."""
 
     @property
     def loss_sum(self) -> float: ...
@@ -22,12 +23,16 @@ class StepOutput(Protocol):
     def aux(self) -> float: ...
     @property
     def label_tokens(self) -> int: ...
+    def first_bad_layer(self) -> int | None: ...
 
 
 class Engine(Protocol):
-    def step(self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int) -> StepOutput: ...
+    def step(
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float
+    ) -> StepOutput: ...
     def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
     def facts(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 
 class Adapter(Protocol):
@@ -99,6 +104,7 @@ class Parts:
             (`adapter`); empty on a resumed run.
         class_of: parameter name -> tensor class ("attention", "mlp", "experts", ...).
         fresh: adapter B is zero at the start (no `init_adapter`).
+        aux_coef: weight of the router balancing loss.
     """
 
     engine: Engine
@@ -110,6 +116,7 @@ class Parts:
     validator: Validator | None = None
     start: dict[str, float] = field(default_factory=dict)
     fresh: bool = True
+    aux_coef: float = 0.0
 
 
 @dataclass(frozen=True)

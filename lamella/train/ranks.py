@@ -22,24 +22,6 @@ from lamella.errors import RunFailed, UserError
 T = TypeVar("T")
 
 
-def share_rows(tokens: Sequence[int], world: int) -> list[list[int]]:
-    """Deal rows to ranks: longest first, each to the rank with the fewest tokens so far.
-
-    Args:
-        tokens: length of each row of the step.
-
-    Returns:
-        For each rank the positions in `tokens` that it takes, in rising order; a rank may get none.
-    """
-    load = [0] * world
-    shares: list[list[int]] = [[] for _ in range(world)]
-    for position in sorted(range(len(tokens)), key=lambda p: (-tokens[p], p)):
-        rank = min(range(world), key=lambda r: (load[r], len(shares[r]), r))
-        load[rank] += tokens[position]
-        shares[rank].append(position)
-    return [sorted(share) for share in shares]
-
-
 class Ranks:
     """The group of processes this one belongs to; one process alone makes no calls."""
 

@@ -85,6 +85,10 @@ def asked_of_engine(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _in_effect(parts: Parts) -> dict[str, Any]:
+    return {**parts.engine.facts(), "threads": torch.get_num_threads(), "router_aux_coef": parts.aux_coef}
+
+
 def asked_of_optimizer(config: RunConfig) -> dict[str, Any]:
     train = config.train
     return {
@@ -118,8 +122,7 @@ def _asked_of_adapter(config: RunConfig) -> dict[str, Any]:
 
 def check_before(config: RunConfig, parts: Parts) -> None:
     """Raises `RunFailed` when the engine runs otherwise than asked or the adapter has not its formula's size."""
-    engine_facts = {**parts.engine.facts(), "threads": torch.get_num_threads()}
-    _refuse_differences(compare(asked_of_engine(config), engine_facts))
+    _refuse_differences(compare(asked_of_engine(config), _in_effect(parts)))
     for row in trainable_table(parts):
         if row["expected"] is not None and row["expected"] != row["parameters"]:
             raise RunFailed(
@@ -154,25 +157,28 @@ def trainable_table(parts: Parts) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def moved_table(parts: Parts, initial: dict[str, str], untouched: list[str]) -> list[dict[str, Any]]:
+def moved_table(parts: Parts, initial: dict[str, str], state: RunState) -> list[dict[str, Any]]:
     """Per class, how many tensors differ from their initial values by a gradient; each expert's part counts by itself.
 
-    `dead`: neither moved nor excused. An expert's part whose gradient was always zero is excused as `unreached`:
-    no token came to it (or, for A, none since its B left zero). Weight decay alone is not movement.
+    `no_gradient`: had none yet, with reason: experts that no token reached (or, for their A, none since B left
+    zero), and every A before the second update. `dead`: neither moved nor excused. Weight decay alone is no movement.
     """
     now = digests(parts.adapter.parameters(), parts.class_of)
-    still = set(untouched)
+    still = set(state.untouched)
+    alive = {tensor_of(unit) for unit in now if unit not in still}
     rows: dict[str, dict[str, Any]] = {}
-    for name in now:
-        kind = parts.class_of(tensor_of(name))
-        row = rows.setdefault(kind, {"class": kind, "total": 0, "moved": 0, "unreached": [], "dead": []})
+    for unit in now:
+        kind = parts.class_of(tensor_of(unit))
+        row = rows.setdefault(kind, {"class": kind, "total": 0, "moved": 0, "no_gradient": [], "dead": []})
         row["total"] += 1
-        if name not in still and now[name] != initial[name]:
+        first_update = state.updates < 2 and "lora_A" in unit
+        unreached = kind == "experts" and ("lora_A" in unit or tensor_of(unit) in alive)
+        if unit not in still and now[unit] != initial[unit]:
             row["moved"] += 1
-        elif kind == "experts" and name in still:
-            row["unreached"].append(name)
+        elif unit in still and unit not in state.dead and (first_update or unreached):
+            row["no_gradient"].append(unit)
         else:
-            row["dead"].append(name)
+            row["dead"].append(unit)
     return list(rows.values())
 
 
@@ -213,7 +219,7 @@ def _figures(facts: Facts) -> dict[str, Any]:
 def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
     """The receipt as a JSON tree."""
     parts, state = facts.parts, facts.state
-    in_effect = {**parts.engine.facts(), "threads": torch.get_num_threads()}
+    in_effect = _in_effect(parts)
     return {
         "status": status,
         "reason": reason,
@@ -226,7 +232,7 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
         + compare(asked_of_optimizer(facts.config), _optimizer_facts(facts.optimizer)),
         "base": {"path": str(parts.base.path), "fingerprint": parts.base.fingerprint, "tensors": parts.base.tensors},
         "trainable": trainable_table(parts),
-        "moved": moved_table(parts, facts.initial, state.untouched),
+        "moved": moved_table(parts, facts.initial, state),
         "start": state.start,
         "data": {
             "fingerprint": state.data_fingerprint,
@@ -269,7 +275,7 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     zero = [name for name in facts.zero_names if not bool(facts.parts.adapter.parameters()[name].detach().any())]
     if facts.zero_names and len(zero) == len(facts.zero_names):
         raise RunFailed("every B matrix is still zero: the adapter does nothing")
-    dead = [name for row in moved_table(facts.parts, facts.initial, facts.state.untouched) for name in row["dead"]]
+    dead = [name for row in moved_table(facts.parts, facts.initial, facts.state) for name in row["dead"]]
     if dead:
         raise RunFailed(f"{len(dead)} trainable tensors did not move, e.g. {dead[0]}")
     adapter_rows = compare(_asked_of_adapter(facts.config), facts.parts.adapter.saved_settings(folder.path))
@@ -365,12 +371,12 @@ def show(path: Path) -> None:
     for row in tree["base"]["tensors"]:
         out.print(Text(f"  base      {' '.join(f'{key} {value}' for key, value in row.items())}"))
     table = Table(show_edge=False, pad_edge=False)
-    for title in ("trains", "parameters", "moved", "not reached", "formula"):
+    for title in ("trains", "parameters", "moved", "no gradient", "formula"):
         table.add_column(title)
     for row, moved in zip(tree["trainable"], tree["moved"], strict=True):
         table.add_row(
             row["class"], format_count(row["parameters"]), f"{moved['moved']}/{moved['total']}",
-            str(len(moved["unreached"])), row["formula"],
+            str(len(moved["no_gradient"])), row["formula"],
         )  # fmt: skip
     out.print(table)
     lines = [

@@ -32,6 +32,11 @@ def tensor_of(unit: str) -> str:
     return unit.rpartition("[")[0] if unit.endswith("]") else unit
 
 
+def sibling(unit: str) -> str:
+    """The other one of a pair: `x.lora_A[3]` -> `x.lora_B[3]`."""
+    return unit.replace("lora_A", "lora_B") if "lora_A" in unit else unit.replace("lora_B", "lora_A")
+
+
 def digests(parameters: dict[str, torch.nn.Parameter], class_of: Callable[[str], str]) -> dict[str, str]:
     """Checksum of each unit's bytes: whether it moved, without a second copy of it."""
     return {
@@ -104,6 +109,7 @@ class RunState:
         bad_steps, bad_in_row: steps skipped for a non-finite loss or gradient; the last of them in a row.
         empty_steps: steps without label tokens.
         untouched: units (see `units`) that have not seen a gradient other than zero.
+        dead: experts' A that had no gradient although their B moved and got one.
         start: loss per label token before the first step, without and with the adapter.
         initial: checksum of the adapter's initial values.
     """
@@ -113,6 +119,7 @@ class RunState:
     store_fingerprint: str
     initial: str
     untouched: list[str]
+    dead: list[str] = field(default_factory=list)
     start: dict[str, float] = field(default_factory=dict)
     step: int = 0
     epoch: int = 0
@@ -143,7 +150,7 @@ class RunState:
                     f"the {what} is not the checkpoint's: fingerprint {saved[name]} there, {getattr(self, name)} now",
                     fix=f"bring back the {what}, set another name, or start over with --fresh",
                 )
-        for name in ("step", "epoch", "index", "updates", "bad_steps", "bad_in_row", "empty_steps", "untouched",
+        for name in ("step", "epoch", "index", "updates", "bad_steps", "bad_in_row", "empty_steps", "untouched", "dead",
                      "warnings", "start"):  # fmt: skip
             setattr(self, name, saved[name])
         if saved["best"] is not None:

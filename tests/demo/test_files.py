@@ -14,10 +14,15 @@ def test_folder_appears_whole(tmp_path):
     assert [p.name for p in target.parent.iterdir()] == ["folder"]
 
 
-def test_failed_folder_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), appear(tmp_path / "folder") as folder:
+def fill_and_fail(target):
+    with appear(target) as folder:
         (folder / "a").write_text("1")
-        raise RuntimeError
+        raise RuntimeError("torn")
+
+
+def test_failed_folder_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match="torn"):
+        fill_and_fail(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
 
 

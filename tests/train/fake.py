@@ -7,7 +7,10 @@ four adapted experts chosen by token id, head. Runs in milliseconds, so the loop
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from lamella.errors import UserError
 from lamella.models.layout import pack_rows
 from lamella.train.loop import train_run
 from lamella.train.parts import Base, Parts, StepRows
-from lamella.train.ranks import Ranks, share_rows
+from lamella.train.ranks import Ranks
 
 VOCAB, HIDDEN, EXPERTS, RANK = 32, 8, 4, 2
 
@@ -31,6 +34,9 @@ class Out:
     loss_sum: float
     aux: float
     label_tokens: int
+
+    def first_bad_layer(self) -> int | None:
+        return None if math.isfinite(self.loss_sum) else 0
 
 
 @dataclass
@@ -42,8 +48,11 @@ class Options:
     cut: list[str] = field(default_factory=list)  # parameters cut from autograd
     dead: list[str] = field(default_factory=list)  # parameters whose gradient is zero
     skip_expert: int = -1  # expert that never gets a token
+    leak: bool = False  # the fresh adapter changes the loss
+    spoil_saved: str = ""  # what is wrong with the saved adapter: "nan" or "other"
     no_label_rows: list[int] = field(default_factory=list)
     sleep_s: float = 0.0
+    kill_in_save: int = 0  # save in which the process dies after its first file
     fail_rank: int = -1  # rank that raises in its third step
     scale_head: float = 1.0
     facts: dict = field(default_factory=dict)
@@ -55,7 +64,9 @@ class Options:
 
 
 class FakeAdapter:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kill_in_save: int = 0) -> None:
+        self.spoil = ""
+        self.saves, self.kill_in_save = 0, kill_in_save
         g = torch.Generator().manual_seed(seed)
 
         def new(*shape: int) -> torch.nn.Parameter:
@@ -73,7 +84,13 @@ class FakeAdapter:
         return self.p
 
     def save(self, folder: Path) -> None:
-        save_file({n: p.detach() for n, p in self.p.items()}, folder / "adapter_model.safetensors")
+        tensors = {n: p.detach().clone() for n, p in self.p.items()}
+        if self.spoil and folder.name == ".adapter.partial":
+            tensors["attn.lora_A"][0, 0] = float("nan") if self.spoil == "nan" else 5.0
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self.saves += 1
+        if self.saves == self.kill_in_save:
+            os.kill(os.getpid(), signal.SIGKILL)
         (folder / "adapter_config.json").write_text(json.dumps({"r": RANK}))
 
     def load_state(self, folder: Path) -> None:
@@ -115,11 +132,9 @@ class FakeEngine:
             down = torch.einsum("th,trh->tr", x, used["experts.lora_A"][expert])
             h = h + torch.einsum("tr,thr->th", down, used["experts.lora_B"][expert])
         z = torch.tanh(h) @ self.head.T
-        return torch.nn.functional.cross_entropy(
-            z[batch.score_positions], batch.score_tokens, reduction="none"
-        )
+        return torch.nn.functional.cross_entropy(z[batch.score_positions], batch.score_tokens, reduction="none")
 
-    def step(self, batches, *, step_index: int, label_tokens: int) -> Out:
+    def step(self, batches, *, step_index: int, label_tokens: int, aux_coef: float) -> Out:
         self.calls += 1
         if self.options.fail_rank == self.ranks.rank and step_index == 2:
             raise UserError("the disk of this rank is gone")
@@ -148,6 +163,9 @@ class FakeEngine:
                 owner = torch.bucketize(batch.score_positions, batch.starts[1:], right=True)
                 result.append(sums.index_add_(0, owner, self.losses(batch, None).double()))
             return result
+
+    def close(self) -> None:
+        self.closed = True
 
     def facts(self):
         return {"dtype": "fp32", "device": "cpu", **self.options.facts}
@@ -224,13 +242,16 @@ class LossValidation:
 def assembler(options: Options):
     def assemble(config: RunConfig, ranks: Ranks, fresh: bool) -> Parts:
         engine, data = FakeEngine(options, ranks), FakeData(config, options)
-        adapter = FakeAdapter(config.train.seed)
+        adapter = FakeAdapter(config.train.seed, options.kill_in_save)
         start = {}
         if fresh:
             batch = data.pack(data.rows_of(0).rows)[:1]
             n = max(batch[0].score_tokens.numel(), 1)
             start["base"] = float(engine.loss_sums(batch)[0].sum()) / n
         engine.adapter = adapter
+        if options.leak:
+            adapter.p["attn.lora_B"].data.fill_(0.1)
+        adapter.spoil = options.spoil_saved
         if fresh:
             start["adapter"] = float(engine.loss_sums(batch)[0].sum()) / n
         validator = None
@@ -253,10 +274,6 @@ def make_config(runs_dir: Path, **sections) -> RunConfig:
 
 def run(runs_dir: Path, options: Options | None = None, mode: str = "auto", **sections):
     return train_run(make_config(runs_dir, **sections), mode, assembler(options or Options()))
-
-
-def shares(data: FakeData, rows, world: int):
-    return share_rows([data.tokens(r) for r in rows], world)
 
 
 if __name__ == "__main__":

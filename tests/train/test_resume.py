@@ -39,7 +39,11 @@ def losses(run_dir):
 
 
 def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
-    sections = {"train": {"epochs": 3}, "checkpoint": {"every_steps": 3}, "validation": {"data": ["v"], "every_steps": 7}}
+    sections = {
+        "train": {"epochs": 3},
+        "checkpoint": {"every_steps": 3},
+        "validation": {"data": ["v"], "every_steps": 7},
+    }
     options = {"dropout": 0.1, "sleep_s": 0.03}
     code, err = finish(start(tmp_path / "whole", sections, options=options))
     assert code == 0, err
@@ -48,13 +52,13 @@ def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
     for _ in range(5):
         process = start(tmp_path / "broken", sections, options=options)
         metrics = tmp_path / "broken" / "run" / "metrics.jsonl"
-        seen = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
         limit = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < limit:  # wait until it steps, then a random moment more
-            if metrics.exists() and len(metrics.read_text().splitlines()) > seen // 3 * 3:
+            if metrics.exists() and metrics.stat().st_mtime_ns != before:
                 break
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, 0.4))
         process.send_signal(signal.SIGKILL)
         code, err = finish(process)
         resumed.append("resuming" in err)
@@ -70,6 +74,18 @@ def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
     assert json.loads((b / "receipt.json").read_text())["status"] == "ok"
 
 
+def test_b34_killed_in_the_middle_of_a_save(tmp_path):
+    sections = {"train": {"steps": 12}, "checkpoint": {"every_steps": 3}}
+    code, _ = finish(start(tmp_path / "b", sections, options={"kill_in_save": 3}))
+    assert code == -signal.SIGKILL
+    code, err = finish(start(tmp_path / "b", sections))
+    assert code == 0, err
+    assert "checkpoint step-00000009 is incomplete and not used: the save did not finish" in err
+    assert "after step 6 (step-00000006)" in err
+    fake.run(tmp_path / "a", **sections)
+    assert (tmp_path / "a" / "run" / ADAPTER).read_bytes() == (tmp_path / "b" / "run" / ADAPTER).read_bytes()
+
+
 @pytest.mark.parametrize("stop", [20, 15])
 def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
     whole, first, second = (fake.Options(dropout=0.1) for _ in range(3))
@@ -78,6 +94,7 @@ def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
     for epoch in range(3):
         assert len({row for rows in whole.seen[epoch * 15 : epoch * 15 + 15] for row in rows}) == 60
     config = {"train": {"epochs": 3}, "checkpoint": {"every_steps": stop}}
+
     class Stop(Exception):
         pass
 
@@ -123,7 +140,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 
 def interrupted_run(tmp_path, **sections):
     """Train to step 10 of 20 (checkpoint there), by asking for 10 first and then for 20."""
-    config = {"checkpoint": {"every_steps": 5}, **sections, "train": {"schedule": "constant", **sections.get("train", {})}}
+    config = {
+        "checkpoint": {"every_steps": 5},
+        **sections,
+        "train": {"schedule": "constant", **sections.get("train", {})},
+    }
     fake.run(tmp_path, **{**config, "train": {**config["train"], "steps": 10}})
     return {**config, "train": {**config["train"], "steps": 20}}
 
@@ -170,7 +191,9 @@ def test_resume_with_another_configuration_is_refused(tmp_path, change, named):
 
 def test_resume_with_other_data_is_refused(tmp_path):
     config = interrupted_run(tmp_path)
-    with pytest.raises(UserError, match="training data is not the checkpoint's: fingerprint fake-60 there, fake-40 now"):
+    with pytest.raises(
+        UserError, match="training data is not the checkpoint's: fingerprint fake-60 there, fake-40 now"
+    ):
         fake.run(tmp_path, fake.Options(rows=40), "resume", **config)
 
 

@@ -160,7 +160,7 @@ static void dequantize(const uint8_t *codes, const float *scales, void *out, int
     if (stream) _mm_sfence();
 }
 
-static const kernel_set set = {quantize, dequantize, keep_row_plain};
+static const kernel_set set = {quantize, dequantize, scales_plain, keep_row_plain};
 const kernel_set *const kernels_avx2 = &set;
 #else
 const kernel_set *const kernels_avx2 = NULL;

@@ -108,23 +108,26 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
                                           -1, 11, -1, 11, -1, 10, -1, 10, -1, 9, -1, 9, -1, 8, -1, 8,
                                           -1, 7, -1, 7, -1, 6, -1, 6, -1, 5, -1, 5, -1, 4, -1, 4,
                                           -1, 3, -1, 3, -1, 2, -1, 2, -1, 1, -1, 1, -1, 0, -1, 0);
+    const __m512i high_words = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1,
+                                                31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const uint8_t *in = codes + b0 * block / 2;
+    uint16_t *to = out + b0 * block;
     for (int64_t b = b0; b < b1; b++) {
         const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(scales[b - b0]));
-        __m256i words;
+        __m512i lookup;
         if (dtype == BF16) {
             /* not vcvtneps2bf16: it turns subnormals into zero */
             const __m512i bits = _mm512_castps_si512(scaled);
             const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-            words = _mm512_cvtepi32_epi16(
-                _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, bias), odd), 16));
+            const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, bias), odd);
+            lookup = _mm512_permutexvar_epi16(high_words, rounded);
         } else {
-            words = _mm512_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT);
+            lookup = _mm512_broadcast_i64x4(_mm512_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
         }
-        const __m512i lookup = _mm512_broadcast_i64x4(words);
-        for (int64_t i = b * block; i < (b + 1) * block; i += 32) {
-            const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(codes + i / 2)));
+        for (const uint16_t *stop = to + block; to < stop; to += 32, in += 16) {
+            const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)in));
             const __m512i index = _mm512_srlv_epi16(_mm512_shuffle_epi8(bytes, twice), shift);
-            store512(out + i, _mm512_permutexvar_epi16(index, lookup), stream);
+            store512(to, _mm512_permutexvar_epi16(index, lookup), stream);
         }
     }
 }
@@ -159,7 +162,19 @@ static void dequantize(const uint8_t *codes, const float *scales, void *out, int
     if (stream) _mm_sfence();
 }
 
-static const kernel_set set = {quantize, dequantize, keep_row_plain};
+static void gather_scales(const uint8_t *q, const float *code, float scale, float offset, int64_t count,
+                          float *scales) {
+    const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(offset);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(q + i)));
+        const __m512 value = _mm512_mul_ps(_mm512_i32gather_ps(index, code, 4), factor);
+        _mm512_storeu_ps(scales + i, _mm512_add_ps(value, shift));
+    }
+    scales_plain(q + i, code, scale, offset, count - i, scales + i);
+}
+
+static const kernel_set set = {quantize, dequantize, gather_scales, keep_row_plain};
 const kernel_set *const kernels_avx512 = &set;
 #else
 const kernel_set *const kernels_avx512 = NULL;

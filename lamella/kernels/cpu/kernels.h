@@ -25,6 +25,8 @@ typedef struct {
     /* scales[0] belongs to block b0. stream: write past the caches (out is 64-byte aligned). */
     void (*dequantize)(const uint8_t *codes, const float *scales, void *out, int dtype, int64_t block, int64_t b0,
                        int64_t b1, int stream);
+    /* scales[i] = code[q[i]] * scale + offset: double-quantised scales of one second-level block. */
+    void (*scales)(const uint8_t *q, const float *code, float scale, float offset, int64_t count, float *scales);
     void (*keep_row)(uint64_t key, int64_t columns, uint32_t threshold, uint8_t *out);
 } kernel_set;
 
@@ -101,6 +103,11 @@ static inline float load_value(const void *x, int dtype, int64_t i) {
 }
 
 static inline float divisor(float absmax) { return absmax < ABSMAX_FLOOR ? ABSMAX_FLOOR : absmax; }
+
+static inline void scales_plain(const uint8_t *q, const float *code, float scale, float offset, int64_t count,
+                                float *scales) {
+    for (int64_t i = 0; i < count; i++) scales[i] = code[q[i]] * scale + offset;
+}
 
 /* Counter-based dropout: splitmix64 spreads the row's key, then two 32-bit rounds mix in the column. */
 static inline uint64_t spread_key(uint64_t z) {

@@ -4,6 +4,7 @@
 
 enum { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
 enum { GRAIN_VALUES = 1 << 16 }; /* least work worth a thread */
+enum { NESTED_CHUNK = 1024 };    /* scales undone at a time, on the stack */
 
 static const kernel_set *const *const sets[] = {&kernels_portable, &kernels_avx2, &kernels_avx512};
 
@@ -84,8 +85,12 @@ typedef struct {
 } dequantize_job;
 
 static void nested_scales(const dequantize_job *job, int64_t begin, int64_t end, float *scales) {
-    for (int64_t b = begin; b < end; b++)
-        scales[b - begin] = job->absmax_code[job->absmax_q[b]] * job->absmax2[b / ABSMAX_BLOCK] + job->offset;
+    for (int64_t b = begin, stop; b < end; b = stop) {
+        stop = (b / ABSMAX_BLOCK + 1) * ABSMAX_BLOCK;
+        stop = stop < end ? stop : end;
+        job->set->scales(job->absmax_q + b, job->absmax_code, job->absmax2[b / ABSMAX_BLOCK], job->offset, stop - b,
+                         scales + (b - begin));
+    }
 }
 
 static void dequantize_tail(const dequantize_job *job, int64_t b, float scale) {
@@ -102,12 +107,12 @@ static void dequantize_tail(const dequantize_job *job, int64_t b, float scale) {
 static int dequantize_range(void *data, int64_t begin, int64_t end) {
     const dequantize_job *job = data;
     const int64_t whole = job->n / job->block;
-    float nested[ABSMAX_BLOCK];
+    float nested[NESTED_CHUNK];
     while (begin < end) {
         int64_t stop = end;
         const float *scales = job->absmax ? job->absmax + begin : nested;
         if (!job->absmax) {
-            if (stop > begin + ABSMAX_BLOCK) stop = begin + ABSMAX_BLOCK;
+            if (stop > begin + NESTED_CHUNK) stop = begin + NESTED_CHUNK;
             nested_scales(job, begin, stop, nested);
         }
         const int64_t stop_whole = stop < whole ? stop : whole;
@@ -188,9 +193,9 @@ static int nested_range(void *data, int64_t begin, int64_t end) {
     return 0;
 }
 
-void lamella_dequantize_absmax(const uint8_t *q, const float *code, const float *absmax2, float offset, int64_t n,
+void lamella_dequantize_absmax(int isa, const uint8_t *q, const float *code, const float *absmax2, float offset, int64_t n,
                                float *out, int threads) {
-    nested_job job = {{.absmax_q = q, .absmax_code = code, .absmax2 = absmax2, .offset = offset}, out};
+    nested_job job = {{.set = *sets[isa], .absmax_q = q, .absmax_code = code, .absmax2 = absmax2, .offset = offset}, out};
     run_parallel(nested_range, &job, n, GRAIN_VALUES, threads);
 }
 

@@ -54,5 +54,5 @@ static void dequantize(const uint8_t *codes, const float *scales, void *out, int
     }
 }
 
-static const kernel_set set = {quantize, dequantize, keep_row_plain};
+static const kernel_set set = {quantize, dequantize, scales_plain, keep_row_plain};
 const kernel_set *const kernels_portable = &set;

@@ -1,0 +1,59 @@
+# make demo   the whole job on real weights and data (about ten minutes on two cores, set-up included)
+# make test   the tests, in parallel
+# Everything lives in .venv; nothing is installed twice (stamps in .venv say what it holds).
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
+ARGS ?=
+
+.PHONY: demo test test-slow bench lint format clean
+
+demo: $(VENV)/.installed
+	$(PY) -m lamella demo $(ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(PY) -m pytest -m "slow and not gpu" --timeout 1800 $(ARGS)
+
+bench: $(VENV)/.dev
+	$(PY) -m bench.kernels
+	$(PY) -m bench.quantize
+	$(PY) -m bench.train
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) .bench-venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
+	find lamella -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@test -n "$(HOST_PYTHON)" || { echo "error: no Python 3.11 or later found" >&2; exit 2; }
+	$(HOST_PYTHON) -m venv $(VENV)
+	touch $@
+
+# requirements.txt alone: what the demo needs. The package's own build compiles the C kernels.
+$(VENV)/.required: requirements.txt | $(VENV)/.created
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.required pyproject.toml $(wildcard setup.py) $(SOURCES_C)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@

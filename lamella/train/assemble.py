@@ -1,0 +1,298 @@
+"""Opens what a run works with: store, rows, engine, adapter, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from lamella.adapter import Adapter, SiteSpec
+from lamella.adapter.lora import active_experts
+from lamella.config import DataConfig, RunConfig
+from lamella.console import notice, progress
+from lamella.data.batching import StepPlanner, share_rows
+from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
+from lamella.data.encode import load_tokenizer
+from lamella.engine import Engine
+from lamella.errors import UserError
+from lamella.models.layout import PackedBatch
+from lamella.models.skeleton import Skeleton
+from lamella.store.reader import Store
+from lamella.train.parts import Base, Parts, StepRows
+from lamella.train.ranks import Ranks
+from lamella.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data set and its plan, as the loop sees them (`parts.TrainData`)."""
+
+    dataset: EncodedDataset
+    planner: StepPlanner
+    steps: int
+    micro_batch_tokens: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all token ids and label masks, in order."""
+        digest = xxhash.xxh3_128()
+        for row in self.dataset.rows:
+            digest.update(f"{row.row_id}:{row.tokens};".encode())
+            digest.update(bytes(row.input_ids))
+            digest.update(row.label_mask)
+        return digest.hexdigest()
+
+    def rows_of(self, step_index: int) -> StepRows:
+        step = self.planner.step(step_index)
+        return StepRows(step.epoch, step.first, step.rows)
+
+    def tokens(self, row: int) -> int:
+        return self.dataset.rows[row].tokens
+
+    def label_tokens(self, row: int) -> int:
+        return self.dataset.rows[row].label_tokens
+
+    def pack(self, rows: Sequence[int]) -> list[PackedBatch]:
+        return self.dataset.batches(self.micro_batch_tokens, rows)
+
+    def report(self) -> dict[str, Any]:
+        return self.dataset.report.to_dict()
+
+    def decoded_labels(self, count: int) -> list[dict[str, Any]]:
+        """What the first rows train on, as text; one string per stretch of label tokens."""
+        return [
+            {
+                "row": row.row_id,
+                "label_tokens": row.label_tokens,
+                "labels": [text for trained, text in iter_label_text(row, self.dataset.encoder) if trained],
+            }
+            for row in self.dataset.rows[:count]
+        ]
+
+
+def open_rows(config: RunConfig, tokenizer: Any) -> Rows:
+    """Encode the training data and plan its steps."""
+    train = config.train
+    dataset = encode_dataset(config.data, tokenizer)
+    planner = dataset.planner(seed=train.seed, rows_per_step=train.rows_per_step, tokens_per_step=train.tokens_per_step)
+    steps = train.steps if train.steps is not None else planner.total_steps(train.epochs)
+    return Rows(dataset, planner, steps, train.micro_batch_tokens)
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """An adapter and the model it belongs to (`parts.Adapter`)."""
+
+    adapter: Adapter
+    skeleton: Skeleton
+    base: str
+    facts: dict[str, Any]
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self.adapter.parameters()
+
+    def save(self, folder: Path) -> None:
+        self.adapter.save(folder, base=self.base, facts=self.facts)
+
+    def load_state(self, folder: Path) -> None:
+        self.adapter.load_state(Adapter.load(folder, self.skeleton).state())
+
+    def saved_settings(self, folder: Path) -> dict[str, Any]:
+        return settings_of(Adapter.load(folder, self.skeleton))
+
+
+def settings_of(adapter: Adapter) -> dict[str, Any]:
+    """LoRA settings of an adapter under their config names; those that it does not show are left out."""
+    found: dict[str, Any] = {"lora.dropout": adapter.dropout, "lora.rslora": adapter.rslora}
+    linear = [site for site in adapter.sites.values() if site.experts is None]
+    experts = [site for site in adapter.sites.values() if site.experts is not None]
+    if linear:
+        found |= {"lora.rank": linear[0].rank, "lora.alpha": linear[0].alpha}
+    if experts:
+        found["lora.expert_rank"] = experts[0].rank
+    return found
+
+
+def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
+    """A fresh adapter, or `init_adapter`'s values in the shape that `lora` asks for.
+
+    Raises:
+        UserError: `init_adapter` has other targets, ranks or scales than `lora`.
+    """
+    adapter = Adapter.create(skeleton, config.lora, config.train.seed)
+    if config.init_adapter is None:
+        return adapter
+    given = Adapter.load(config.init_adapter, skeleton)
+    if set(given.sites) != set(adapter.sites):
+        odd = sorted(set(given.sites) ^ set(adapter.sites))
+        raise UserError(
+            f"init_adapter adapts other weights than lora.targets: {len(odd)} differ, e.g. {odd[0]}",
+            fix="set lora.targets to the adapter's own",
+            path=config.init_adapter,
+        )
+    for key, site in adapter.sites.items():
+        theirs = given.sites[key]
+        if (site.rank, site.scale) != (theirs.rank, theirs.scale):
+            raise UserError(
+                f"{key}: init_adapter has rank {theirs.rank} and scale {theirs.scale:g}, lora asks for rank {site.rank} "
+                f"and scale {site.scale:g}",
+                fix="set lora.rank, lora.alpha, lora.rslora and lora.expert_rank to the adapter's own",
+                path=config.init_adapter,
+            )
+    adapter.load_state(given.state())
+    return adapter
+
+
+def expected_parameters(config: RunConfig, model_config: Any, sites: list[SiteSpec]) -> dict[str, tuple[int, str]]:
+    """Per class: how many parameters the asked ranks give, and the formula: weights x experts x rank x (in + out)."""
+    expert_rank = config.lora.expert_rank
+    if expert_rank == "auto":
+        expert_rank = max(1, config.lora.rank // active_experts(model_config))
+    groups: dict[str, Counter[tuple[int, int, int, int]]] = {}
+    for site in sites:
+        rank = config.lora.rank if site.experts is None else expert_rank
+        group = groups.setdefault(site.weight_class, Counter())
+        group[(site.experts or 1, rank, site.inputs, site.outputs)] += 1
+    result = {}
+    for kind, group in groups.items():
+        total = sum(n * e * r * (i + o) for (e, r, i, o), n in group.items())
+        terms = [f"{n} x {f'{e} x ' if e > 1 else ''}{r} x ({i} + {o})" for (e, r, i, o), n in group.items()]
+        result[kind] = (total, " + ".join(terms))
+    return result
+
+
+def router_aux_coef(config: RunConfig, store: Store, ranks: Ranks) -> float:
+    """Weight of the balancing loss: as configured, else the model config's when it asks for router logits.
+
+    Raises:
+        UserError: asked for on a dense model, or on several ranks (it is not a sum over tokens).
+    """
+    model = json.loads((store.path / "config.json").read_text(encoding="utf-8"))
+    asked = config.train.router_aux_coef
+    coefficient = asked
+    if coefficient is None:
+        coefficient = float(model.get("router_aux_loss_coef") or 0) if model.get("output_router_logits") else 0.0
+    if not coefficient:
+        return 0.0
+    experts = any(model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if not experts:
+        raise UserError(
+            f"train.router_aux_coef is {coefficient:g}, but {model['model_type']} has no router", fix="leave it out"
+        )
+    if ranks.world > 1:
+        raise UserError(
+            f"the router balancing loss (coefficient {coefficient:g}) needs the whole step on one rank",
+            fix="set train.router_aux_coef = 0, or train in one process",
+        )
+    if ranks.first:
+        notice(
+            f"router balancing loss x {coefficient:g}: routers are frozen, so it can only change what adapters "
+            "put into the hidden states that routers read"
+        )
+    return coefficient
+
+
+@dataclass(frozen=True)
+class LossValidation:
+    """Mean loss per label token, and its exponential, over held-out rows; ranks share the rows (`parts.Validator`)."""
+
+    engine: Engine
+    dataset: EncodedDataset
+    micro_batch_tokens: int
+    ranks: Ranks
+    names: tuple[str, ...] = ("loss", "perplexity")
+
+    def measure(self) -> dict[str, float]:
+        lengths = [row.tokens for row in self.dataset.rows]
+        mine = share_rows(lengths, [1.0] * self.ranks.world)[self.ranks.rank]
+        batches = self.dataset.batches(self.micro_batch_tokens, mine) if mine else []
+        local = sum(float(sums.sum()) for sums in self.engine.loss_sums(batches)) if batches else 0.0
+        (loss_sum,) = self.ranks.sum_numbers([local])
+        loss = loss_sum / sum(row.label_tokens for row in self.dataset.rows)
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+def _open_validation(config: RunConfig, tokenizer: Any, engine: Engine, ranks: Ranks) -> LossValidation | None:
+    if not config.validation.data:
+        return None
+    data: DataConfig = config.data
+    dataset = encode_dataset(data, tokenizer, paths=config.validation.data)
+    return LossValidation(engine, dataset, config.train.micro_batch_tokens, ranks)
+
+
+def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
+    threads = config.compute.threads
+    if threads is None and ranks.world > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+        threads = max(1, len(os.sched_getaffinity(0)) // local)
+    return Engine.open(
+        store, dtype=config.compute.dtype, device=config.compute.device,
+        budget_bytes=None if config.memory.budget is None else parse_bytes(config.memory.budget),
+        recompute=config.memory.recompute, threads=threads, seed=config.train.seed,
+    )  # fmt: skip
+
+
+def _first_losses(engine: Engine, adapter: Adapter, rows: Rows) -> dict[str, float]:
+    """Loss per label token of the first micro-batch, without and with the adapter as it starts."""
+    batch = rows.pack(rows.rows_of(0).rows)[:1]
+    labels = max(int(batch[0].score_tokens.numel()), 1)
+    engine.attach(None)
+    base = float(engine.loss_sums(batch)[0].sum()) / labels
+    engine.attach(adapter)
+    return {"base": base, "adapter": float(engine.loss_sums(batch)[0].sum()) / labels}
+
+
+def _base(store: Store, expected: dict[str, tuple[int, str]]) -> Base:
+    manifest = store.manifest
+    total = sum(group.nbytes for _, group in manifest.groups())
+
+    def verify() -> list[str]:
+        with progress("verify base", total, "B") as meter:
+            return store.verify(meter.advance)
+
+    tensors = [
+        {"class": row.tensor_class, "format": row.format, "dtype": row.dtype, "count": row.count,
+         "parameters": row.parameters, "bytes": row.bytes_store}
+        for row in manifest.report
+    ]  # fmt: skip
+    return Base(manifest.checksum, store.path, tensors, verify, expected)
+
+
+def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
+    """Open everything. Data come first: they are the cheapest to be wrong.
+
+    Args:
+        fresh_start: measure the base's and the new adapter's loss on the first rows.
+    """
+    store = Store.open(config.store)
+    aux_coef = router_aux_coef(config, store, ranks)
+    tokenizer = load_tokenizer(config.store)
+    rows = open_rows(config, tokenizer)
+    engine = _open_engine(config, store, ranks)
+    adapter = _open_adapter(config, engine.skeleton)
+    validation = _open_validation(config, tokenizer, engine, ranks)
+    start = _first_losses(engine, adapter, rows) if fresh_start else {}
+    engine.attach(adapter)
+    sites = list(adapter.sites.values())
+    classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
+    facts = {"base_fingerprint": store.manifest.source_fingerprint, "store_checksum": store.manifest.checksum}
+    return Parts(
+        engine=engine,
+        adapter=TrainedAdapter(adapter, engine.skeleton, str(config.store), facts),
+        data=rows,
+        base=_base(store, expected_parameters(config, engine.config, sites)),
+        vocab_size=engine.config.vocab_size,
+        class_of=classes.__getitem__,
+        validator=validation,
+        start=start,
+        fresh=config.init_adapter is None,
+        aux_coef=aux_coef,
+    )
