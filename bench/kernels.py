@@ -85,10 +85,10 @@ def dequantize_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
     out = torch.zeros_like(weight)
     amount = out.numel() * out.element_size()
     for double in (False, True):
-        codes, state = peer.quantize_4bit(
-            weight, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=double
+        codes, state = peer.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=double)
+        nested = (
+            kernels.AbsmaxState(state.absmax, state.state2.code, state.state2.absmax, state.offset) if double else None
         )
-        nested = kernels.AbsmaxState(state.absmax, state.state2.code, state.state2.absmax, state.offset) if double else None
         absmax = state.absmax if nested is None else kernels.dequantize_absmax(nested)
         name = f"dequantize bf16 {label}{' double' if double else ''}"
 
@@ -103,7 +103,9 @@ def dequantize_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
 
         assert torch.equal(ours(), api())
         yield Case(name, "GB/s out", amount, ours, api, "dequantize_4bit, fresh output (its API)", bar, repeats)
-        yield Case(f"{name}, ours fresh too", "GB/s out", amount, fresh, api, "dequantize_4bit, fresh output", None, repeats)
+        yield Case(
+            f"{name}, ours fresh too", "GB/s out", amount, fresh, api, "dequantize_4bit, fresh output", None, repeats
+        )
         if not double:
 
             def direct(codes: Tensor = codes, absmax: Tensor = absmax) -> object:
@@ -120,7 +122,9 @@ def quantize_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
         codes, absmax = kernels.quantize_nf4(weight, BLOCK_SIZE)
         for double in (False, True):
 
-            def ours(weight: Tensor = weight, double: bool = double, codes: Tensor = codes, absmax: Tensor = absmax) -> object:
+            def ours(
+                weight: Tensor = weight, double: bool = double, codes: Tensor = codes, absmax: Tensor = absmax
+            ) -> object:
                 kernels.quantize_nf4(weight, BLOCK_SIZE, codes=codes, absmax=absmax)
                 return kernels.quantize_absmax(absmax) if double else absmax
 
@@ -128,7 +132,9 @@ def quantize_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
                 return peer.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=double)
 
             name = f"quantize {str(dtype).removeprefix('torch.')} {label}{' double' if double else ''}"
-            yield Case(name, "G elements/s", n, ours, api, f"quantize_4bit, compress_statistics={double}", 20.0, repeats)
+            yield Case(
+                name, "G elements/s", n, ours, api, f"quantize_4bit, compress_statistics={double}", 20.0, repeats
+            )
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def _print(dataset: EncodedDataset, rows: int) -> None:
 
     for row in dataset.rows[:rows]:
         path, line = row.source
-        out.rule(Text(f"{path}:{line}  {row.tokens} tokens, {row.label_tokens} trained"), align="left", style="dim")
+        out.print(Text(f"--- {path}:{line}  {row.tokens} tokens, {row.label_tokens} trained", style="bold"))
         shown = Text()
         for trained, text in iter_label_text(row, dataset.encoder):
             if not trained:
@@ -70,6 +70,6 @@ def _print(dataset: EncodedDataset, rows: int) -> None:
         out.print(shown)
         for note in row.notes:
             out.print(Text(f"note: {note}", style="yellow"))
-    out.rule(style="dim")
+    out.print(Text("---", style="bold"))
     for text in dataset.report.lines():
         out.print(Text(text, style="yellow" if text.startswith("warning:") else ""))

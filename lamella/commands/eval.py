@@ -56,6 +56,7 @@ def eval_task(
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Compute dtype.")] = DtypeName.auto,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses few-shot examples and bootstrap resamples.")] = 0,
     resamples: Annotated[int, typer.Option(min=100, help="Bootstrap resamples.")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
@@ -83,7 +84,7 @@ def eval_task(
     results, in_effect = measure_systems(
         task, store, adapter or [], mode=mode.value, shots=shots, baseline=with_baseline, budget_bytes=budget_bytes,
         batch_tokens=batch_tokens, length_normalise=length_normalise, max_new_tokens=max_new_tokens,
-        dtype=dtype.value, device=device, seed=seed, resamples=resamples,
+        dtype=dtype.value, device=device, threads=threads, seed=seed, resamples=resamples,
     )  # fmt: skip
     folder = output or Path("runs") / f"eval-{task.config.name}"
     asked = {"store": str(store), "adapters": [str(a) for a in adapter or []], "dtype": dtype.value, "device": device,

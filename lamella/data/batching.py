@@ -84,9 +84,9 @@ class StepPlanner:
     def step(self, index: int) -> Step:
         """Step `index` of the run, found without replaying the earlier ones."""
         epoch = max(e for e, first in enumerate(self._first_steps) if first <= index)
-        while index >= self._first_steps[epoch] + len(self.epoch(epoch)):
+        while index > (steps := self.epoch(epoch))[-1].index:
             epoch += 1
-        return self.epoch(epoch)[index - self._first_steps[epoch]]
+        return steps[index - steps[0].index]
 
     def total_steps(self, epochs: float) -> int:
         """Steps of `epochs` passes; a part of an epoch is rounded up to whole steps."""

@@ -19,7 +19,7 @@ from lamella.store.reader import Store
 def measure_systems(
     task: Task, store_path: Path, adapters: Sequence[Path] = (), *, mode: Mode = "likelihood", shots: int = 8,
     baseline: bool = True, budget_bytes: int | None = None, batch_tokens: int = 4096, length_normalise: bool = False,
-    max_new_tokens: int | None = None, dtype: str = "auto", device: str = "cpu", seed: int = 0, resamples: int = 1000,
+    max_new_tokens: int | None = None, dtype: str = "auto", device: str = "cpu", threads: int | None = None, seed: int = 0, resamples: int = 1000,
 ) -> tuple[list[SystemResult], dict[str, Any]]:  # fmt: skip
     """Measure the base without and with examples, every adapter, and the baselines, on the same rows and prompts.
 
@@ -40,7 +40,7 @@ def measure_systems(
         raise UserError(f"an adapter is named twice: {[str(a) for a in adapters]}", fix="name each --adapter once")
     store = Store.open(store_path)
     encoder = StoreEncoder.open(store.path)
-    engine = Engine.open(store, dtype=dtype, device=device, budget_bytes=budget_bytes)
+    engine = Engine.open(store, dtype=dtype, device=device, budget_bytes=budget_bytes, threads=threads)
 
     def ask(name: str, examples: int, using: StoreEncoder) -> SystemResult:
         return evaluate(

@@ -112,9 +112,7 @@ def check_source(x: Tensor, block_size: int) -> None:
         raise UserError(f"cannot quantize an empty tensor, shape {tuple(x.shape)}")
 
 
-def prepare_quantize(
-    x: Tensor, block_size: int, codes: Tensor | None, absmax: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def prepare_quantize(x: Tensor, block_size: int, codes: Tensor | None, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
     """Check the source and the given buffers; make those not given."""
     check_source(x, block_size)
     n, blocks = x.numel(), block_count(x.numel(), block_size)
@@ -139,8 +137,9 @@ def check_dequantize(codes: Tensor, absmax: Tensor | AbsmaxState, out: Tensor, b
 
 
 def check_keep(row_keys: Tensor, columns: int, p: float) -> None:
-    assert row_keys.dtype == torch.int64 and row_keys.dim() == 1, "row_keys is int64 [T]"
-    assert columns >= 0 and 0 <= p < 1, f"columns {columns}, p {p}"
+    assert (row_keys.dtype, row_keys.dim()) == (torch.int64, 1), "row_keys is int64 [T]"
+    assert columns >= 0, columns
+    assert 0 <= p < 1, p
 
 
 def drop_threshold(p: float) -> int:

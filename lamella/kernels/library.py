@@ -130,11 +130,14 @@ class CpuKernels:
         check_dequantize(codes, absmax, out, block_size)
         if stream is None:
             stream = out.numel() * out.element_size() >= STREAM_BYTES
+        plain: int | None = None
+        nested: tuple[int | None, int | None, int | None] = (None, None, None)
+        offset = 0.0
         if isinstance(absmax, AbsmaxState):
+            nested = (absmax.q.data_ptr(), absmax.code.data_ptr(), absmax.absmax2.data_ptr())
             offset = absmax.offset.item()
-            plain, nested = None, (absmax.q.data_ptr(), absmax.code.data_ptr(), absmax.absmax2.data_ptr())
         else:
-            offset, plain, nested = 0.0, absmax.data_ptr(), (None, None, None)
+            plain = absmax.data_ptr()
         self._lib.lamella_dequantize(
             self._isa, codes.data_ptr(), plain, *nested, offset, out.data_ptr(), DTYPES[out.dtype], out.numel(),
             block_size, stream, _threads(threads),

@@ -87,7 +87,9 @@ def quantize_absmax(absmax: Tensor, *, threads: int | None = None) -> AbsmaxStat
     bins = ((scaled + 1.0) * 0.5 * (ABSMAX_BINS - 1) + 0.5).nan_to_num().to(torch.int64)
     q = dynamic_code_bins().to(absmax.device)[bins]
     q[absmax2 == 0] = 0
-    return AbsmaxState(q.view(-1)[: len(flat)].contiguous(), dynamic_code().to(absmax.device, copy=True), absmax2, offset)
+    return AbsmaxState(
+        q.view(-1)[: len(flat)].contiguous(), dynamic_code().to(absmax.device, copy=True), absmax2, offset
+    )
 
 
 def dequantize_absmax(state: AbsmaxState, *, out: Tensor | None = None, threads: int | None = None) -> Tensor:

@@ -142,8 +142,8 @@ def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
         theirs = given.sites[key]
         if (site.rank, site.scale) != (theirs.rank, theirs.scale):
             raise UserError(
-                f"{key}: init_adapter has rank {theirs.rank} and scale {theirs.scale:g}, lora asks for rank {site.rank} "
-                f"and scale {site.scale:g}",
+                f"{key}: init_adapter has rank {theirs.rank} and scale {theirs.scale:g}, "
+                f"lora asks for rank {site.rank} and scale {site.scale:g}",
                 fix="set lora.rank, lora.alpha, lora.rslora and lora.expert_rank to the adapter's own",
                 path=config.init_adapter,
             )
@@ -153,9 +153,8 @@ def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
 
 def expected_parameters(config: RunConfig, model_config: Any, sites: list[SiteSpec]) -> dict[str, tuple[int, str]]:
     """Per class: how many parameters the asked ranks give, and the formula: weights x experts x rank x (in + out)."""
-    expert_rank = config.lora.expert_rank
-    if expert_rank == "auto":
-        expert_rank = max(1, config.lora.rank // active_experts(model_config))
+    asked = config.lora.expert_rank
+    expert_rank = max(1, config.lora.rank // active_experts(model_config)) if asked == "auto" else asked
     groups: dict[str, Counter[tuple[int, int, int, int]]] = {}
     for site in sites:
         rank = config.lora.rank if site.experts is None else expert_rank

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lamella.checkpoint.facts import classify_in_layer, classify_outer, layout_of, model_facts, natural_key
-from lamella.checkpoint.shapes import check_shapes
 from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.shapes import check_shapes
 
 IN_LAYER = [
     # attention
@@ -88,7 +88,8 @@ def info(name, shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "prefix", ["model.layers", "transformer.h", "gpt_neox.layers", "model.language_model.layers", "model.decoder.layers"]
+    "prefix",
+    ["model.layers", "transformer.h", "gpt_neox.layers", "model.language_model.layers", "model.decoder.layers"],
 )
 def test_layers_are_found_wherever_the_family_puts_them(prefix, tmp_path):
     names = [f"{prefix}.{i}.{rest}" for i in range(12) for rest in ("a.weight", "mlp.experts.10.w1.weight")]
@@ -110,7 +111,8 @@ def test_experts_come_in_number_order():
 def test_layers_that_differ_on_purpose_are_not_refused(tmp_path):
     """Dense first layers beside experts, and two head sizes, are families' own ways."""
     config = {"model_type": "x", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16,
-              "global_head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 24, "num_experts": 2}  # fmt: skip
+              "global_head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 24,
+              "num_experts": 2}  # fmt: skip
     shapes = {
         "model.layers.0.mlp.gate_proj.weight": (128, 64), "model.layers.1.mlp.gate_proj.weight": (48, 64),
         "model.layers.0.self_attn.q_proj.weight": (64, 64), "model.layers.1.self_attn.q_proj.weight": (128, 64),

@@ -70,3 +70,30 @@ PART_MARKED = (
 
 # Ignores add_generation_prompt.
 NO_GENERATION = CHATML.split("{% if add_generation_prompt")[0]
+
+# In the manner of Qwen 3: reasoning stays after the last user turn, the last answer gets an empty <think>, tool
+# results are grouped inside user turns.
+GROUPED_TOOLS = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ (m.reasoning_content or '').strip('\n') }}\n</think>\n\n{% endif %}{{ m.content.lstrip('\n') }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n' if m.content }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}}"
+    "\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}" + GENERATE
+)
+
+# In the manner of Phi 3: its control tokens swallow the white space after them.
+SWALLOWING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)

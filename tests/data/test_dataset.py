@@ -55,7 +55,7 @@ def test_too_long_drop_counts_against_the_share(tmp_path):
 
 def sixty_five(tokenizer, n_prompt=60, n_answer=5):
     """A prompt and a completion of that many tokens: single characters that do not merge."""
-    row = {"prompt": "\t\n" * (n_prompt // 2) + "\t" * (n_prompt % 2), "completion": "\t\n" * 2 + "\t"}
+    row = {"prompt": "QZ" * (n_prompt // 2), "completion": "QZQZQ"}
     for key, n in (("prompt", n_prompt), ("completion", n_answer)):
         assert len(tokenizer(row[key], add_special_tokens=False)["input_ids"]) == n
     return row
@@ -84,7 +84,7 @@ def test_b11_rows_without_room_for_a_label_are_an_error(tmp_path, max_tokens):
 
 def test_b11_one_such_row_among_others_is_dropped_and_counted(tmp_path):
     tokenizer = make_tokenizer(None, eos="<|eos|>")
-    rows = [sixty_five(tokenizer)] * 7 + [{"prompt": "\t", "completion": "\t\n" * 30}]
+    rows = [sixty_five(tokenizer)] * 7 + [{"prompt": "Q", "completion": "QZ" * 30}]
     settings = {"max_tokens": 60, "too_long": "cut_prompt"}
     with pytest.raises(UserError, match=r"rows\.jsonl:8: no label token"):
         encode_rows(tmp_path, rows, tokenizer, **settings)
@@ -139,7 +139,7 @@ def test_show_marks_trained_tokens(run_toml):
     assert "[[[bold]not markup[/bold]<|im_end|>]]" in result.stdout
     assert "rows: 13 read, 12 kept, 1 dropped" in result.stdout
     assert "1  wrong format" in result.stdout
-    assert result.stdout.count("tokens, ") >= 3
+    assert f"{run_toml.parent / 'rows.jsonl'}:3  " in result.stdout
 
 
 def test_show_json_and_overrides(run_toml):

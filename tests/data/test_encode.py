@@ -24,10 +24,9 @@ def add_bos(tokenizer, eos=False):
     return tokenizer
 
 
-@pytest.mark.parametrize("template", [CHATML, templates.STRICT, templates.BOS, templates.DEFAULT_SYSTEM, templates.INSTRUCT,
-                                      templates.TOOLS, templates.REASONING])  # fmt: skip
-def test_ids_are_those_of_the_tokenizer_itself(template):
-    tokenizer = make_tokenizer(template)
+@pytest.mark.parametrize("name", ["CHATML", "STRICT", "BOS", "DEFAULT_SYSTEM", "INSTRUCT", "TOOLS", "REASONING"])
+def test_ids_are_those_of_the_tokenizer_itself(name):
+    tokenizer = make_tokenizer(getattr(templates, name))
     encoder = Encoder(tokenizer)
     for row in chat12():
         expected = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)
@@ -205,7 +204,7 @@ def test_b16_generation_markers_do_not_narrow_the_mask(marked):
 
 
 def test_a_template_that_changes_answers_is_refused(tmp_path):
-    template = CHATML.replace("m['content'] }}", "m['content'] | replace('e', 'E') }}")
+    template = CHATML.replace("m['content'] }}", "m['content'] | replace('walk', 'run') }}")
     with pytest.raises(UserError, match="template changes text: content of message 1 is not rendered as it was given"):
         encode_rows(tmp_path, chat12(), make_tokenizer(template))
 
@@ -241,7 +240,10 @@ def test_b17_prompt_and_completion_are_joined_by_ids(tmp_path):
 
 def test_b17_seam_inside_a_chat():
     tokenizer = merging_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }} A({% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }} A("
+        "{% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}"
+    )
     encoder = Encoder(tokenizer)
     row = chat("f", "x1 )", "g", "x2 )")
     encoding = encoder.encode(formats.read_conversation(row)[1])
@@ -340,7 +342,10 @@ def test_b20_a_vocabulary_that_reaches_control_ids_by_itself():
     tok.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
     tok.add_special_tokens(["</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}A: {% endif %}"
+    )
     encoding = encode_row(chat("a</s>b", "c"), tokenizer)
     assert encoding.ids.count(tokenizer.eos_token_id) == 2
     assert labels(tokenizer, encoding) == ["c</s>"]
@@ -373,11 +378,11 @@ def test_b21_system_text_of_the_row_wins_and_the_rest_is_stated(tmp_path):
     assert list(data.rows[1].input_ids[: len(prompt)]) == prompt
 
 
-# ---- tokenizers of other kinds --------------------------------------------------------------------------
+# ---- templates and tokenizers of other kinds ---------------------------------------------------------
 
 
 def test_sentencepiece_manner_tokenizers_are_exact_at_seams():
-    """In the manner of Llama 2: a space is put before a text; pieces after control tokens and seams must not gain one."""
+    """In the manner of Llama 2: a space is put before a text, but not again after seams."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -428,3 +433,48 @@ def test_tokenizer_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no usable tokenizer"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_reasoning_with_grouped_tool_results():
+    tokenizer = make_tokenizer(templates.GROUPED_TOOLS)
+    call = {"function": {"name": "get_answer", "arguments": {"city": "Brno", "n": 3}}}
+    turns = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "<think>R0</think>old"},
+        {"role": "user", "content": "second"},
+        {"role": "assistant", "content": "let me see", "reasoning_content": "R1", "tool_calls": [call, call]},
+        {"role": "tool", "content": "41"},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "done"},
+    ]
+    encoder = Encoder(tokenizer)
+    encoding = encoder.encode(formats.read_conversation({"messages": turns})[1])
+    shown = '<tool_call>\n{"name": "get_answer", "arguments": {"city": "Brno", "n": 3}}\n</tool_call>'
+    assert labels(tokenizer, encoding) == [
+        "old<|im_end|>",
+        f"<think>\nR1\n</think>\n\nlet me see\n{shown}\n{shown}<|im_end|>",
+        "<think>\n\n</think>\n\ndone<|im_end|>",
+    ]
+    assert encoder.encode_prompt(turns[:-1]) == encoding.ids[: encoding.prompt_tokens]
+    assert encoding.notes == [encode.REASONING_DROPPED]
+    expected = tokenizer.apply_chat_template(
+        [turns[0], {"role": "assistant", "content": "old"}, *turns[2:]], tokenize=True, return_dict=False
+    )
+    assert encoding.ids == expected
+
+
+def test_control_tokens_that_swallow_white_space():
+    from tokenizers import AddedToken
+
+    tokenizer = make_tokenizer(templates.SWALLOWING, eos="<|eos|>")
+    names = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer.add_tokens(
+        [AddedToken(t, special=True, rstrip=True, normalized=False) for t in names], special_tokens=True
+    )
+    encoder = Encoder(tokenizer)
+    row = chat("the walk", "the base", "a", "b")
+    encoding = encoder.encode(formats.read_conversation(row)[1])
+    assert encoding.ids == tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)
+    assert labels(tokenizer, encoding) == ["the base<|end|>", "b<|end|>"]
+    assert encoder.encode_prompt(row["messages"][:3]) == encoding.ids[: encoding.prompt_tokens]
+    assert encoder.stop_ids == tuple(tokenizer.convert_tokens_to_ids(["<|end|>", "<|eos|>"]))

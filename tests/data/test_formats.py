@@ -83,9 +83,8 @@ def test_b05_six_spellings_of_a_tool_call_are_one(template):
     for turn in spellings():
         turn["tool_calls"][0]["function"]["arguments"] = _without_null(turn["tool_calls"][0]["function"]["arguments"])
         result = {"role": "tool", "content": "42"}
-        row = {"messages": [{"role": "user", "content": "go"}, turn, result, {"role": "assistant", "content": "It is 42"}],
-               "tools": [WEATHER]}  # fmt: skip
-        made.append(encode_row(row, tokenizer))
+        turns = [{"role": "user", "content": "go"}, turn, result, {"role": "assistant", "content": "It is 42"}]
+        made.append(encode_row({"messages": turns, "tools": [WEATHER]}, tokenizer))
     assert len({tuple(e.ids) for e in made}) == len({bytes(e.mask) for e in made}) == 1
     whole = text(tokenizer, made[0].ids)
     call, answer = labels(tokenizer, made[0])

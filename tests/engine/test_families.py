@@ -9,7 +9,7 @@ from lamella.adapter.peft_format import _tensor_names, flatten_experts
 from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.models.layout import pack_rows
-from tests.engine.conftest import random_rows
+from tests.conftest import random_rows
 from tests.fixtures import dense_config, moe_config
 from tests.oracle import label_loss, load_reference, peft_model, relative_error
 

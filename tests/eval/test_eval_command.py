@@ -45,7 +45,7 @@ def task_file(tmp_path_factory):
 
 
 def adapter_folder(store, folder):
-    engine = Engine.open(Store.open(store), dtype="fp32")
+    engine = Engine.open(Store.open(store), dtype="fp32", threads=1)
     adapter = Adapter.create(engine.skeleton, LoraConfig(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     for p in adapter.parameters().values():
@@ -69,7 +69,7 @@ def dequantized_model(store):
 @pytest.mark.parametrize("mode", ["likelihood", "constrained", "generate"])
 def test_b83_engine_equals_transformers_at_any_batch_size(store, task, mode):
     encoder = StoreEncoder.open(store)
-    engine = Engine.open(Store.open(store), dtype="fp32")
+    engine = Engine.open(Store.open(store), dtype="fp32", threads=1)
     oracle = evaluate(task, OracleEngine(dequantized_model(store)), encoder, mode=mode, max_new_tokens=4, **RESAMPLES)
     for batch_tokens, walk_tokens in ((1, 1), (800, 2000), (50_000, 50_000)):
         result = evaluate(task, engine, encoder, mode=mode, max_new_tokens=4, batch_tokens=batch_tokens,
@@ -98,7 +98,7 @@ def test_answers_are_encoded_as_training_encodes_them(store):
 def test_command_measures_all_systems_in_one_table(store, task_file, tmp_path):
     folder = adapter_folder(store, tmp_path / "lora")
     arguments = ["eval", str(task_file), "--store", str(store), "--adapter", str(folder), "--few-shot", "3",
-                 "--dtype", "fp32", "--resamples", "100", "-o", str(tmp_path / "out")]  # fmt: skip
+                 "--dtype", "fp32", "--threads", "1", "--resamples", "100", "-o", str(tmp_path / "out")]  # fmt: skip
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     measured = json.loads((tmp_path / "out/metrics.json").read_text())
@@ -121,6 +121,6 @@ def test_command_measures_all_systems_in_one_table(store, task_file, tmp_path):
 
 def test_command_refuses_one_adapter_named_twice(store, task_file, tmp_path):
     folder = str(adapter_folder(store, tmp_path / "lora"))
+    arguments = ["eval", str(task_file), "--store", str(store), "--adapter", folder, "--adapter", folder]
     with pytest.raises(UserError, match="named twice"):
-        CliRunner().invoke(app, ["eval", str(task_file), "--store", str(store), "--adapter", folder, "--adapter", folder],
-                           catch_exceptions=False)  # fmt: skip
+        CliRunner().invoke(app, arguments, catch_exceptions=False)

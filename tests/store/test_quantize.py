@@ -64,9 +64,7 @@ def test_every_tensor_equals_bitsandbytes_or_its_source(tmp_path, dtype, block_s
                 assert torch.equal(packed.raw(record.name), x)
                 assert torch.equal(packed.dequantize(record.name, torch.empty(x.shape)), x.float())
             else:
-                assert_equals_bitsandbytes(
-                    packed, record.name, x, block_size=block_size, double_quant=double_quant
-                )
+                assert_equals_bitsandbytes(packed, record.name, x, block_size=block_size, double_quant=double_quant)
     with Checkpoint.open(source) as checkpoint:
         assert seen == set(checkpoint.tensors)
     assert store.verify() == []
@@ -119,9 +117,7 @@ def by_class(manifest):
 
 def test_b39_report_has_bytes_per_class_fused_and_unfused(tmp_path):
     config = moe_config(experts=8, inner=64, hidden_size=128)
-    unfused = quantize_checkpoint(
-        write_checkpoint(tmp_path / "a", config, dtype=torch.bfloat16), tmp_path / "unfused"
-    )
+    unfused = quantize_checkpoint(write_checkpoint(tmp_path / "a", config, dtype=torch.bfloat16), tmp_path / "unfused")
     fused = quantize_checkpoint(write_fused(tmp_path / "b", config), tmp_path / "fused")
     for manifest in (unfused, fused):
         rows = by_class(manifest)

@@ -1,4 +1,4 @@
-"""What a run must notice by itself, on a small fake engine; equality with other trainers is the engine's tests' matter."""
+"""What a run must notice by itself, on a small fake engine."""
 
 import json
 import math
@@ -203,7 +203,7 @@ def test_settings_in_the_saved_files_must_be_those_asked(tmp_path):
 
 
 def test_changed_base_fails_the_run(tmp_path):
-    with pytest.raises(RunFailed, match="1 frozen tensors changed on disk, e.g. layer.w"):
+    with pytest.raises(RunFailed, match=r"1 frozen tensors changed on disk, e\.g\. layer\.w"):
         fake.run(tmp_path, fake.Options(verify=["layer.w"]), train={"steps": 3})
 
 

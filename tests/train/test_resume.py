@@ -20,7 +20,8 @@ ADAPTER = "adapter_model.safetensors"
 
 def start(runs_dir, sections, mode="auto", options=None):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.train.fake", str(runs_dir), json.dumps(sections), mode, json.dumps(options or {})],
+        [sys.executable, "-m", "tests.train.fake", str(runs_dir), json.dumps(sections), mode,
+         json.dumps(options or {})],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -95,12 +96,12 @@ def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
         assert len({row for rows in whole.seen[epoch * 15 : epoch * 15 + 15] for row in rows}) == 60
     config = {"train": {"epochs": 3}, "checkpoint": {"every_steps": stop}}
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def stop_after(self, *args, **kwargs):
         if len(first.seen) == stop:
-            raise Stop
+            raise StopError
         return fake.FakeEngine.step(self, *args, **kwargs)
 
     def assemble(config, ranks, fresh):
@@ -109,7 +110,7 @@ def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
         engine.adapter = parts.adapter
         return fake.Parts(**{**parts.__dict__, "engine": engine})
 
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         fake.train_run(fake.make_config(tmp_path / "b", **config), "auto", assemble)
     fake.run(tmp_path / "b", second, "resume", **config)
     assert first.seen + second.seen == whole.seen
