@@ -1,4 +1,4 @@
-"""The peer's side of `bench.train`: transformers + PEFT + bitsandbytes on a CPU, run inside the bench's own environment.
+"""The peer's side of `bench.train`: transformers + PEFT + bitsandbytes on a CPU, in the bench's own environment.
 
 Knows nothing of Lamella. Reads a JSON job from stdin, prints one JSON line. Two verbs:
 
@@ -37,25 +37,24 @@ def make(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(job["folder"])
-    config = AutoConfig.for_model(**job["config"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job["config"]), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(job["seed"])
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:  # norms stay at one
+                scale = 0.02 if "embed" in name or "lm_head" in name else p.shape[-1] ** -0.5
+                p.copy_(torch.randn(p.shape, generator=generator) * scale)
+    model.save_pretrained(folder / "checkpoint")
+    parameters = sum(p.numel() for p in model.parameters())
     for case, experts in job["adapters"].items():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if p.dim() > 1:  # norms stay at one
-                    scale = 0.02 if "embed" in name or "lm_head" in name else p.shape[-1] ** -0.5
-                    p.copy_(torch.randn(p.shape, generator=generator) * scale)
-        model.tie_weights()
-        if not (folder / "checkpoint").exists():
-            model.save_pretrained(folder / "checkpoint")
+        model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
         torch.manual_seed(job["seed"])
         settings = LoraConfig(
             r=job["rank"], lora_alpha=job["alpha"], target_modules=ATTENTION, task_type="CAUSAL_LM",
             target_parameters=EXPERTS if experts else None,
         )  # fmt: skip
         get_peft_model(model, settings).save_pretrained(folder / "adapters" / case)
-    return {"parameters": sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())}
+    return {"parameters": parameters}
 
 
 def quantise_experts(model: Any) -> None:
@@ -99,7 +98,8 @@ def adapt_quantised_experts(model: Any, adapter: Path, scale: float) -> list[Any
         found = [k for k in saved if f".{name.removeprefix('base_model.model.')}." in k and "lora_A" in k]
         for key in found:
             a, b = saved[key].float(), saved[key.replace("lora_A", "lora_B")].float()
-            matrix = "gate_up_proj" if a.shape[1] == model.config.hidden_size else "down_proj"
+            down = b.shape[0] == model.config.hidden_size
+            matrix = "down_proj" if down else "gate_up_proj"
             a_ErI = a.reshape(experts, -1, a.shape[1]).clone()
             b_EOr = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).clone()
             lora = Lora(a_ErI, b_EOr)

@@ -125,7 +125,7 @@ class ComputeConfig(Section):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Compute dtype; `auto` is bf16 where the device multiplies it natively, else fp32."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads; None: all cores this process may use."""
+    """CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS)."""
 
 
 class CheckpointConfig(Section):
@@ -184,7 +184,8 @@ def _section_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]
     return model
 
 
-def _explain(error: ValidationError, path: Path | None, root: type[BaseModel]) -> UserError:
+def explain_validation(error: ValidationError, path: Path | None, root: type[BaseModel]) -> UserError:
+    """A pydantic error as one `UserError` naming every bad key, unknown ones with the nearest valid name."""
     lines = []
     fix = "correct the value"
     for item in error.errors():
@@ -281,4 +282,4 @@ def build_run_config(tree: dict[str, Any], path: Path | None = None) -> RunConfi
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, path, RunConfig) from error
+        raise explain_validation(error, path, RunConfig) from error

@@ -92,7 +92,7 @@ class Layout:
         prefix: module path of the layer list, e.g. "model.layers".
         layers: tensors of each layer, in the order of the checkpoint's names.
         outer: tensors outside the layers.
-        beyond: tensors of layers past the last one that config.json has (multi-token prediction heads).
+        beyond: multi-token prediction heads: layers past the last one of config.json, or modules named `mtp`.
     """
 
     prefix: str
@@ -131,7 +131,9 @@ def layout_of(tensors: Mapping[str, TensorInfo], facts: ModelFacts, path: Path) 
     beyond: list[TensorInfo] = []
     for name in sorted(tensors, key=natural_key):
         match = _LAYER.match(name)
-        if not match or match["prefix"] != prefix:
+        if "mtp" in name.split("."):
+            beyond.append(tensors[name])
+        elif not match or match["prefix"] != prefix:
             outer.append(tensors[name])
         elif int(match["index"]) < facts.num_layers:
             groups[int(match["index"])].append(tensors[name])
@@ -163,9 +165,10 @@ def classify_in_layer(rest: str, shape: tuple[int, ...], num_experts: int | None
     """
     *modules, leaf = rest.split(".")
     last = modules[-1] if modules else ""
-    if "bias" in leaf:  # also fused expert biases [experts, n] and score corrections
+    if "bias" in leaf and len(shape) <= 2:  # also fused expert biases [experts, n] and score corrections
         return "bias"
-    if any(_NORM.search(part) for part in (last, leaf)):
+    named = next((part for part in reversed(modules) if not part.isdigit()), "")  # `input_layernorm.0.weight`
+    if any(_NORM.search(part) for part in (named, leaf)):
         return "norm"
     if any("conv" in part for part in modules) or "sink" in leaf or len(shape) < 2:
         return "router" if _is_router(modules, shape, num_experts) and len(shape) == 1 else "other"

@@ -18,6 +18,8 @@ from lamella.errors import UserError
 _READS_HIDDEN = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_a_proj", "kv_a_proj_with_mqa"}
 _WRITES_HIDDEN = {"o_proj", "down_proj", "w2"}
 _HIDDEN_NORMS = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"}
+_OWN_SHAPES = ("zamba", "opt")
+"""Model types (by prefix) whose blocks read other widths than the hidden size."""
 _INNER_ROWS = {"gate_proj", "up_proj", "w1", "w3"}
 
 
@@ -67,7 +69,9 @@ def _expected(tensor: TensorInfo, facts: ModelFacts) -> str:
     parts = tensor.name.split(".")
     module = parts[-2] if len(parts) > 1 else ""
     hidden, shape = facts.hidden_size, tensor.shape
-    if hidden is None or parts[-1] != "weight" or any(word in tensor.name for word in ("vision", "visual", "audio")):
+    if hidden is None or parts[-1] != "weight" or facts.model_type.startswith(_OWN_SHAPES):
+        return ""
+    if any(word in tensor.name for word in ("vision", "visual", "audio")):
         return ""
     in_layer = any(part.isdigit() for part in parts)
     if not in_layer:
@@ -123,7 +127,8 @@ def _known_shape(pattern: str, config: Mapping[str, Any]) -> tuple[int, set[int]
         if isinstance(config.get("intermediate_size"), int) and not any("expert" in k or "moe" in k for k in config):
             return axis, {config["intermediate_size"]}, "intermediate_size"
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if not isinstance(heads, int) or any(key.startswith("global_") for key in config):
+    several_kinds = len(set(config.get("layer_types") or ())) > 1  # each kind may have its own head size
+    if not isinstance(heads, int) or several_kinds or any(key.startswith("global_") for key in config):
         return None
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     if module in ("k_proj", "v_proj") and isinstance(kv_heads, int):

@@ -32,8 +32,10 @@ def find_tying(checkpoint: Checkpoint) -> Tying:
         UserError: the checkpoint has no input embeddings.
     """
     outer = checkpoint.layout.outer
-    embedding = max((t for t in outer if classify_outer(t.name) == "embedding"), key=lambda t: t.numel, default=None)
     head = next((t for t in outer if classify_outer(t.name) == "head" and t.name.endswith("weight")), None)
+    tables = [t for t in outer if classify_outer(t.name) == "embedding"]  # some families have per-layer ones too
+    alike = [t for t in tables if head is not None and t.shape == head.shape]
+    embedding = max(alike or tables, key=lambda t: t.numel, default=None)
     if embedding is None:
         raise UserError("no input embeddings among the tensors", fix="give a complete checkpoint", path=checkpoint.path)
     said = checkpoint.facts.tie_word_embeddings

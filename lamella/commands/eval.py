@@ -93,7 +93,7 @@ def eval_task(
     facts = {"asked": asked, "in_effect": in_effect}
     write_results(folder, task, results, facts)
     for result in results:
-        for warning in result.metrics.warnings:
+        for warning in result.metrics.warnings if result.name != "majority" else ():
             notice(f"warning: {result.name}: {warning}")
     if as_json:
         typer.echo(json.dumps({**facts, **to_json(task, results)}, ensure_ascii=False))

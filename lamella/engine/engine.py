@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,7 @@ class Engine:
                 and all packed layers in memory.
             recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
                 they fit the budget.
-            threads: CPU threads; None: all this process may use.
+            threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).
             seed: of dropout.
 
         Raises:
@@ -89,7 +88,8 @@ class Engine:
             raise UserError(f"compute.device {device!r} is not a device", fix='use "cpu" or "cuda"') from error
         if where.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"compute.device is {device!r}, but torch sees no CUDA device", fix='use "cpu"')
-        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        if threads is not None:
+            torch.set_num_threads(threads)
         config = load_config(store.path, store.manifest.tie_word_embeddings)
         skeleton = Skeleton(config, resolve_dtype(dtype, where))
         weights = LayerWeights(store, skeleton, where, budget_bytes)

@@ -72,7 +72,7 @@ def tfidf_baseline(task: Task, *, seed: int = 0, resamples: int = 1000) -> Syste
             continue
         model = make_classifier(seed).fit(_pairs(pool), gold)
         found += _predictions(rows, [str(label) for label in model.predict(_pairs(rows))])
-    return summarise(task, "TF-IDF + logistic regression", found, mode="baseline", start_s=start_s, seed=seed,
+    return summarise(task, "TF-IDF", found, mode="baseline", start_s=start_s, seed=seed,
                      resamples=resamples)  # fmt: skip
 
 
@@ -84,4 +84,4 @@ def majority_baseline(task: Task, *, seed: int = 0, resamples: int = 1000) -> Sy
         counts = Counter(r.label for r in _need_pool(task, tenant))
         rows = task.rows_of(tenant)
         found += _predictions(rows, [max(task.labels[tenant], key=lambda label: counts[label])] * len(rows))
-    return summarise(task, "majority label", found, mode="baseline", start_s=start_s, seed=seed, resamples=resamples)
+    return summarise(task, "majority", found, mode="baseline", start_s=start_s, seed=seed, resamples=resamples)

@@ -177,7 +177,7 @@ def interval(value: float, replicates_B: Floats) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
-def _warnings(rows: Sequence[Prediction], labels: Sequence[str], absent: Sequence[str]) -> tuple[str, ...]:
+def _warnings(rows: Sequence[Prediction]) -> tuple[str, ...]:
     counts = Counter(r.status for r in rows)
     lines = [
         f"{100 * counts[status] / len(rows):.1f} % of answers {status} ({counts[status]} of {len(rows)}): counted wrong"
@@ -188,8 +188,6 @@ def _warnings(rows: Sequence[Prediction], labels: Sequence[str], absent: Sequenc
     if len(predicted) == 1 and len({r.gold for r in rows}) > 1:
         n = sum(r.label is not None for r in rows)
         lines.append(f"one label only is predicted: `{predicted.pop()}` ({n} of {len(rows)} rows)")
-    if absent:
-        lines.append(f"no gold rows for {', '.join(f'`{a}`' for a in absent)}: left out of macro-F1")
     return tuple(lines)
 
 
@@ -228,7 +226,7 @@ def _tenant_metrics(rows: Sequence[Prediction], labels: Sequence[str], replicate
             for label, n in column.items()
         },
         absent_labels=absent,
-        warnings=_warnings(rows, labels, absent),
+        warnings=_warnings(rows),
     )
 
 

@@ -19,7 +19,8 @@ from lamella.store.reader import Store
 def measure_systems(
     task: Task, store_path: Path, adapters: Sequence[Path] = (), *, mode: Mode = "likelihood", shots: int = 8,
     baseline: bool = True, budget_bytes: int | None = None, batch_tokens: int = 4096, length_normalise: bool = False,
-    max_new_tokens: int | None = None, dtype: str = "auto", device: str = "cpu", threads: int | None = None, seed: int = 0, resamples: int = 1000,
+    max_new_tokens: int | None = None, dtype: str = "auto", device: str = "cpu", threads: int | None = None,
+    seed: int = 0, resamples: int = 1000,
 ) -> tuple[list[SystemResult], dict[str, Any]]:  # fmt: skip
     """Measure the base without and with examples, every adapter, and the baselines, on the same rows and prompts.
 

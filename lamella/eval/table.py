@@ -9,31 +9,51 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from lamella.errors import UserError
-from lamella.eval.metrics import MACRO_RULE, paired_difference
+from lamella.eval.metrics import MACRO_RULE, Interval, paired_difference
 from lamella.eval.run import SystemResult
 from lamella.eval.task import Task
 
 
 def compare_table(results: Sequence[SystemResult]) -> Table:
-    """One row per system: macro-F1 with 95 % interval per tenant and on average, accuracy, answers without a label."""
+    """One row per system: macro-F1 with 95 % interval per tenant and on average, accuracy, answers without a label.
+
+    The table is as wide as it needs to be; figures are never cut.
+    """
     first = results[0].metrics
-    table = Table(title=f"macro-F1 [95 % interval over documents], {first.rows} rows", title_justify="left")
-    table.add_column("system")
+    assert all(r.metrics.rows == first.rows for r in results), "systems in one table must answer the same rows"
+    title = f"macro-F1 [95 % interval over documents], {first.rows} rows"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("system", no_wrap=True)
     for tenant, metrics in first.tenants.items():
-        table.add_column(f"{tenant}\n{metrics.rows} rows, {len(metrics.labels)} labels", justify="right")
-    for heading in ("average", "accuracy", "invalid", "truncated", "empty", "ms/row"):
-        table.add_column(heading, justify="right")
+        table.add_column(f"{tenant}\n{metrics.rows} rows\n{len(metrics.labels)} labels", justify="right", no_wrap=True)
+    headings = ["average", "accuracy", "invalid", "truncated", "ms/row"]
+    with_empty = any(r.metrics.empty for r in results)
+    if with_empty:
+        headings.insert(-1, "empty")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         m = result.metrics
-        counts = (f"{n} ({100 * n / m.rows:.1f} %)" if n else "0" for n in (m.invalid, m.truncated, m.empty))
+        counts = [m.invalid, m.truncated, *([m.empty] if with_empty else [])]
         table.add_row(
-            result.name, *(str(m.tenants[t].macro_f1) for t in first.tenants), str(m.average), f"{m.accuracy:.3f}",
-            *counts, f"{1000 * result.seconds_per_row:.1f}",
+            result.name, *(_two_lines(m.tenants[t].macro_f1) for t in first.tenants), _two_lines(m.average),
+            f"{m.accuracy:.3f}", *(f"{n}\n{100 * n / m.rows:.1f} %" if n else "0" for n in counts),
+            f"{1000 * result.seconds_per_row:.1f}",
         )  # fmt: skip
+    measured = Console(width=10_000)
+    table.width = Measurement.get(measured, measured.options, table).maximum
     return table
+
+
+def _two_lines(figure: Interval) -> str:
+    value, _, rest = str(figure).partition(" ")
+    return f"{value}\n{rest}"
 
 
 def differences(task: Task, results: Sequence[SystemResult]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from lamella.config import Section
-from lamella.config import _explain as explain_validation
+from lamella.config import explain_validation
 from lamella.data.read import read_rows
 from lamella.errors import UserError
 from lamella.eval.labels import LabelParser
@@ -190,7 +190,8 @@ def _notes(labels: dict[str, tuple[str, ...]], train: Sequence[TaskRow], test: S
             present = {r.label for r in rows if r.tenant == tenant}
             absent = [n for n in names if n not in present]
             if absent and (rows or side == "test"):
-                notes.append(f"tenant {tenant}: 0 rows in {side} for {', '.join(f'`{n}`' for n in absent)}")
+                rule = "; left out of macro-F1" if side == "test" else ""
+                notes.append(f"tenant {tenant}: 0 rows in {side} for {', '.join(f'`{n}`' for n in absent)}{rule}")
         trained = {r.document for r in train if r.tenant == tenant}
         leaked = sum(r.document in trained for r in test if r.tenant == tenant)
         if leaked:

@@ -24,7 +24,7 @@ SOURCES_DIR = Path(__file__).parent / "cpu"
 COMMON_FLAGS = ("-std=c11", "-O3", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 X86_FLAGS = {
     "avx2.c": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512.c": ("-mavx512f", "-mavx512bw", "-mavx2", "-mfma", "-mf16c"),
+    "avx512.c": ("-mavx512f", "-mavx512bw", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
 }
 PORTABLE_SOURCES = ("nf4.c", "parallel.c", "portable.c")
 

@@ -57,18 +57,18 @@ def quantize_nf4(
     codes, absmax = prepare_quantize(x, block_size, codes, absmax)
     table = torch.tensor(NF4_TABLE, dtype=torch.float32, device=x.device)
     midpoints = (table[:-1] + table[1:]) / 2
-    flat = x.reshape(-1)
+    flat, packed, scales = x.reshape(-1), codes.view(-1), absmax.view(-1)
     for first in range(0, len(flat), CHUNK_VALUES):
         values = flat[first : first + CHUNK_VALUES].float()
         if not torch.isfinite(values).all():
             raise non_finite()
         first_block = first // block_size
-        part = absmax[first_block : first_block + block_count(len(values), block_size)]
+        part = scales[first_block : first_block + block_count(len(values), block_size)]
         scaled = _scale_blocks(values, block_size, part)
         index = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
         if len(index) % 2:
             index = torch.cat([index, index.new_full((1,), NF4_TABLE.index(0.0))])
-        codes.view(-1)[first // 2 : first // 2 + len(index) // 2] = index[::2] << 4 | index[1::2]
+        packed[first // 2 : first // 2 + len(index) // 2] = index[::2] << 4 | index[1::2]
     return codes, absmax
 
 

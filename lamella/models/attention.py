@@ -26,6 +26,9 @@ from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 
 NAME = "lamella"
+SHORT_CPU = 320
+"""Up to this many tokens a CPU computes causal attention faster with plain matmuls: forward and backward of 8 x 80
+tokens take 7 ms against 28 ms with `scaled_dot_product_attention` (one thread, bf16, 9 heads of 64); even at 512."""
 _MAX_PADDING = 1.3  # a group may compute at most this many rows per real row
 
 
@@ -200,13 +203,23 @@ def _explicit_attention(
     return torch.matmul(weights.to(v.dtype), v)
 
 
+def _short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention with scores written out: the library's CPU backward pads short sequences to its block size."""
+    length = q.shape[2]
+    ahead = torch.full((length, length), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    return torch.matmul(torch.softmax(torch.matmul(q * scale, k.transpose(2, 3)) + ahead, dim=-1), v)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks_H: Tensor | None
 ) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    if softcap is None and sinks_H is None:
+    plain = softcap is None and sinks_H is None
+    if plain and mask is None and q.device.type == "cpu" and q.shape[2] <= SHORT_CPU:
+        return _short_attention(q, k, v, scale)
+    if plain:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

@@ -73,7 +73,10 @@ class Journal:
             raise UserError("another `lamella quantize` is writing there", fix="wait for it", path=folder) from error
         try:
             return cls(folder, fd, _resume(fd, folder, head, groups))
-        except (UserError, OSError):
+        except OSError as error:
+            os.close(fd)
+            raise UserError(f"cannot be written: {error.strerror}", fix="check the disk", path=folder) from error
+        except UserError:
             os.close(fd)
             raise
 

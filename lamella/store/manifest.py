@@ -159,17 +159,11 @@ def read_manifest(store: Path) -> Manifest:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", fix="give the folder of a store", path=path) from error
     try:
-        version = json.loads(text).get("format_version")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"is not a store's manifest: {error}", fix=_REMAKE, path=path) from error
-    if version != FORMAT_VERSION:
-        raise UserError(f"store format {version!r}, this version reads {FORMAT_VERSION}", fix=_REMAKE, path=path)
-    try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"`{where}`: {first['msg']}", fix=_REMAKE, path=path) from error
+        raise _explained(error, text, path) from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise _other_version(manifest.format_version, path)
     if len(manifest.layers) != manifest.num_layers:
         what = f"num_layers is {manifest.num_layers}, {len(manifest.layers)} layers are described"
         raise UserError(what, fix=_REMAKE, path=path)
@@ -179,6 +173,23 @@ def read_manifest(store: Path) -> Manifest:
     for file, copied in manifest.files.items():
         _check_file(store / file, copied.nbytes)
     return manifest
+
+
+def _explained(error: ValidationError, text: bytes, path: Path) -> UserError:
+    """Why a manifest is refused: no JSON, another format version, or its first wrong key."""
+    try:
+        version = json.loads(text).get("format_version")
+    except (ValueError, AttributeError) as broken:
+        return UserError(f"is not a store's manifest: {broken}", fix=_REMAKE, path=path)
+    if version != FORMAT_VERSION:
+        return _other_version(version, path)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return UserError(f"`{where}`: {first['msg']}", fix=_REMAKE, path=path)
+
+
+def _other_version(version: object, path: Path) -> UserError:
+    return UserError(f"store format {version!r}, this version reads {FORMAT_VERSION}", fix=_REMAKE, path=path)
 
 
 def _no_store(store: Path) -> UserError:

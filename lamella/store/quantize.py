@@ -82,8 +82,8 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     notices = [tying.conflict] if tying.conflict else []
     if layout.beyond:
         nbytes = sum(t.nbytes for t in layout.beyond)
-        notices.append(f"left out: {len(layout.beyond)} tensors ({format_bytes(nbytes)}) of {layout.prefix} past the "
-                       f"{len(layout.layers)} layers of config.json, first {layout.beyond[0].name}")  # fmt: skip
+        notices.append(f"left out: {len(layout.beyond)} tensors ({format_bytes(nbytes)}) of multi-token prediction, "
+                       f"past config.json's {len(layout.layers)} layers, first {layout.beyond[0].name}")  # fmt: skip
     return Plan(groups, tying, tuple(notices + report_notices(groups)))
 
 
@@ -141,13 +141,15 @@ def quantize_checkpoint(
 def journal_head(checkpoint: Checkpoint, plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
     """What is being made: a partial store goes on only if all of this is the same."""
     digest = fingerprint(checkpoint, plan.tying.tied)
-    return {"format": FORMAT_VERSION, "fingerprint": digest, **asdict(settings)}
+    return {"format": FORMAT_VERSION, "lamella": __version__, "fingerprint": digest, **asdict(settings)}
 
 
 def _check_room(plan: Plan, journal: Journal) -> None:
     needed = sum(group.nbytes for group in plan.groups if group.key not in journal.done) + _SPARE_BYTES
     free = free_bytes(journal.folder)
     if free < needed:
+        if not journal.done:
+            shutil.rmtree(journal.folder)
         raise UserError(f"disk has too little room: needs {format_bytes(needed)}, {format_bytes(free)} free",
                         fix="make room or choose another -o STORE", path=journal.folder)  # fmt: skip
 

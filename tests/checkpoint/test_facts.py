@@ -47,9 +47,11 @@ IN_LAYER = [
     ("input_layernorm.weight", (64,), "norm"),
     ("self_attn.q_norm.weight", (16,), "norm"),
     ("ln_1.weight", (64,), "norm"),
+    ("input_layernorm.0.weight", (64,), "norm"),
     ("self_attn.sinks", (4,), "other"),
     ("linear_attn.conv1d.weight", (256, 1, 4), "other"),
     ("linear_attn.A_log", (4,), "other"),
+    ("attn.bias", (1, 1, 128, 128), "other"),
     ("altup.mystery.weight", (4, 64), "other"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -187,3 +188,46 @@ def test_fingerprint_is_of_the_weights(tmp_path):
     assert first == of(write_checkpoint(tmp_path / "b", moe_config(), shards=1))
     assert first != of(write_checkpoint(tmp_path / "c", moe_config(), seed=1))
     assert first != of(write_checkpoint(tmp_path / "d", moe_config(), dtype=torch.bfloat16))
+
+
+def write_header(path, entries: dict, data: bytes):
+    """A safetensors file with any header, right or wrong."""
+    text = json.dumps(entries).encode() if isinstance(entries, dict) else entries
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "needs 8 bytes, header gives it 4"),
+        ({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}}, "dtype 'F4'"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "is broken"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "is broken"),
+        ({"a": 3}, "is broken"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "leaves a hole"),
+        (
+            {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in ("a", "b")},
+            "overlaps",
+        ),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}', "'a' appears twice"),
+        (b"[]", "not a JSON object"),
+    ],
+)
+def test_headers_that_lie(tmp_path, entries, told):
+    path = write_tensors(tmp_path / "c", layer_config(), embedding())
+    message = refusal(write_header(path, entries, bytes(8)))
+    assert told in message
+    assert "model.safetensors" in message
+
+
+def test_hub_id_without_network(tmp_path):
+    code = (
+        "from lamella.checkpoint.source import Checkpoint; from lamella.errors import UserError\n"
+        "try: Checkpoint.open('some-owner/some-model')\n"
+        "except UserError as error: print(error)"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "'some-owner/some-model' is no local folder and the hub cannot be reached" in done.stdout
+    assert "fix:" in done.stdout

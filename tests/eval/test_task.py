@@ -34,7 +34,7 @@ def test_task_reads_rows_labels_and_prompt(tmp_path):
         {"role": "user", "content": "x y - y: L1, L2, L3"},
         {"role": "assistant", "content": "L1"},
     ]
-    assert any("`L3`" in n and "test" in n for n in task.notes)
+    assert "tenant a: 0 rows in test for `L3`; left out of macro-F1" in task.notes
 
 
 def test_declared_labels_keep_their_order_and_bind_the_rows(tmp_path):
@@ -185,14 +185,14 @@ def test_baselines_learn_what_is_there(tmp_path):
     write_results(tmp_path / "out", task, [majority, learned])
     lines = [json.loads(s) for s in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
     assert len(lines) == 60
-    assert lines[0]["system"] == "majority label"
+    assert lines[0]["system"] == "majority"
     document = json.loads((tmp_path / "out/metrics.json").read_text())
     assert document == json.loads(json.dumps(to_json(task, [majority, learned])))
-    assert document["difference_to_first"]["TF-IDF + logistic regression"]["average"]["value"] == pytest.approx(0.6)
+    assert document["difference_to_first"]["TF-IDF"]["average"]["value"] == pytest.approx(0.6)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.json", "predictions.jsonl"]
     table = compare_table([majority, learned])
     assert table.row_count == 2
-    assert list(table.columns[1].cells)[1].startswith("1.000 [1.000")
+    assert list(table.columns[1].cells)[1].startswith("1.000\n[1.000")
 
 
 def test_baseline_without_training_rows_is_refused():

@@ -23,10 +23,6 @@ def source_tensor(path, name):
         return file.get_tensor(name)
 
 
-def part(packed, name, part_name, dtype):
-    return packed.part(name, part_name, dtype)
-
-
 def assert_equals_bitsandbytes(packed, name, x, *, block_size=64, double_quant=True):
     codes, state = bnb.quantize_4bit(
         x.reshape(-1, 1), blocksize=block_size, compress_statistics=double_quant, quant_type="nf4"
@@ -221,6 +217,7 @@ def test_b26_head_equal_to_embeddings_is_stored_once(tmp_path):
     with safe_open(source / "model.safetensors", "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens_per_layer.weight"] = torch.zeros(512, 128)  # a larger table that is not the input's
     write_tensors(source, json.loads((source / "config.json").read_text()), tensors)
     manifest = quantize_checkpoint(source, tmp_path / "store")
     assert manifest.tie_word_embeddings
@@ -239,11 +236,12 @@ def test_config_and_tokenizer_files_travel(tmp_path):
 
 def test_multi_token_prediction_layers_are_left_out_and_told(tmp_path):
     weight = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(128, 64) for i in range(3)}
+    weight["mtp.layers.0.mlp.up_proj.weight"] = torch.ones(128, 64)
     manifest = quantize_checkpoint(
         write_tensors(tmp_path / "c", layer_config(2), {**embedding(), **weight}), tmp_path / "store"
     )
     assert manifest.num_layers == 2
-    assert any("left out: 1 tensors" in line and "model.layers.2.mlp" in line for line in manifest.notices)
+    assert any("left out: 2 tensors" in line and "model.layers.2.mlp" in line for line in manifest.notices)
 
 
 def test_a_store_is_not_quantised_again(tmp_path):

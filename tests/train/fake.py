@@ -1,7 +1,5 @@
 """A small language model of plain torch modules behind the engine's signatures: embedding, one adapted linear layer,
 four adapted experts chosen by token id, head. Runs in milliseconds, so the loop can be killed and resumed at will.
-
-`python -m tests.train.fake RUNS_DIR '{"name": ..., overrides}' MODE '{"fake": options}'` runs one training.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +55,9 @@ class Options:
     facts: dict = field(default_factory=dict)
     dropout: float = 0.0
     rows: int = 60
+    label_counts: list[int] = field(default_factory=list)  # label tokens of each row, in place of 1 to 10
+    row_losses: list[float] = field(default_factory=list)  # loss of each label token, by row
+    hang_rank: int = -1  # rank that dies without a word in its third step
     verify: list[str] = field(default_factory=list)  # frozen tensors reported as changed
     seen: list[tuple[int, ...]] = field(default_factory=list)  # row ids of each step, as the engine saw them
     values: dict[str, list[float]] = field(default_factory=dict)  # scripted validation
@@ -138,10 +138,17 @@ class FakeEngine:
         self.calls += 1
         if self.options.fail_rank == self.ranks.rank and step_index == 2:
             raise UserError("the disk of this rank is gone")
+        if self.options.hang_rank == self.ranks.rank and step_index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.options.sleep_s)
         total, counted = 0.0, 0
         for batch in batches:
-            loss = self.losses(batch, step_index).sum()
+            losses = self.losses(batch, step_index)
+            if self.options.row_losses:
+                owner = torch.bucketize(batch.score_positions, batch.starts[1:], right=True)
+                fixed = torch.tensor([self.options.row_losses[row] for row in batch.row_ids])
+                losses = losses - losses.detach() + fixed[owner]
+            loss = losses.sum()
             if set(batch.row_ids) & set(self.options.nan_rows):
                 loss = loss * float("nan")
             if loss.requires_grad:
@@ -178,12 +185,13 @@ class FakeData:
         self.config, self.options = config, options
         rng = random.Random(3)
         self.encoded = []
-        for row in range(options.rows):
-            labels = 0 if row in options.no_label_rows else 1 + (row * 7) % 10
+        counts = options.label_counts or [1 + (row * 7) % 10 for row in range(options.rows)]
+        for row, count in enumerate(counts):
+            labels = 0 if row in options.no_label_rows else count
             ids = [rng.randrange(VOCAB) for _ in range(4 + labels)]
             self.encoded.append((ids, [False] * 4 + [True] * labels))
         self.per_step = config.train.rows_per_step or 4
-        self.per_epoch = -(-options.rows // self.per_step)
+        self.per_epoch = -(-len(self.encoded) // self.per_step)
         self.steps = config.train.steps or round(config.train.epochs * self.per_epoch)
         self.fingerprint = f"fake-{options.rows}"
 
@@ -213,7 +221,7 @@ class FakeData:
         return {"rows": len(self.encoded)}
 
     def decoded_labels(self, count: int):
-        return [{"row": r, "labels": str(self.encoded[r][0][4:])} for r in range(count)]
+        return [{"row": r, "labels": str(self.encoded[r][0][4:])} for r in range(min(count, len(self.encoded)))]
 
 
 class Scripted:
@@ -274,14 +282,3 @@ def make_config(runs_dir: Path, **sections) -> RunConfig:
 
 def run(runs_dir: Path, options: Options | None = None, mode: str = "auto", **sections):
     return train_run(make_config(runs_dir, **sections), mode, assembler(options or Options()))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    try:
-        run(Path(sys.argv[1]), Options(**json.loads(sys.argv[4])), sys.argv[3], **json.loads(sys.argv[2]))
-    except UserError as error:
-        print(f"error: {error.render()}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -58,6 +58,13 @@ def test_b46_micro_batches_do_not_change_the_result(tmp_path):
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [1, 100])
+def test_b46_loss_is_the_mean_over_all_label_tokens(tmp_path, micro_batch_tokens):
+    options = fake.Options(label_counts=[2, 18], row_losses=[4.0, 1.0])
+    result = fake.run(tmp_path, options, train={"steps": 2, "micro_batch_tokens": micro_batch_tokens})
+    assert [s["loss"] for s in lines(result.run_dir)] == pytest.approx([1.3, 1.3])
+
+
 def test_b11_steps_without_labels_update_nothing(tmp_path):
     empty = rows_of(4)
     options = fake.Options(no_label_rows=empty)

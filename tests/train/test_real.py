@@ -25,7 +25,9 @@ def receipt(run_dir):
 
 @pytest.mark.parametrize("store", ["dense", "moe"])
 def test_a_real_run_and_its_receipt(store, real_config):
-    config = real_config(store, train={"steps": 9}, validation={"data": real_config(store).data.train, "every_steps": 3})
+    config = real_config(
+        store, train={"steps": 9}, validation={"data": real_config(store).data.train, "every_steps": 3}
+    )
     result = train_run(config)
     tree, steps = receipt(result.run_dir), lines(result.run_dir)
     assert tree["status"] == "ok"
@@ -150,7 +152,9 @@ def test_b57_a_has_its_stated_spread(real_config):
 
 def test_init_adapter_goes_on_from_its_values(real_config):
     first = train_run(real_config("dense", name="first", train={"steps": 4}))
-    config = real_config("dense", name="second", init_adapter=str(first.run_dir), train={"steps": 2, "learning_rate": 1e-4})
+    config = real_config(
+        "dense", name="second", init_adapter=str(first.run_dir), train={"steps": 2, "learning_rate": 1e-4}
+    )
     second = train_run(config)
     assert lines(second.run_dir)[0]["loss"] < lines(first.run_dir)[0]["loss"] - 0.2
     with pytest.raises(UserError, match="init_adapter has rank 4"):

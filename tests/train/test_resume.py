@@ -1,34 +1,17 @@
 """A run that was killed, stopped or resumed ends with the bits of an unbroken one."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from lamella.errors import UserError
 from tests.train import fake
+from tests.train.processes import start
 
-ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
-
-
-def start(runs_dir, sections, mode="auto", options=None):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.train.fake", str(runs_dir), json.dumps(sections), mode,
-         json.dumps(options or {})],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def finish(process):
-    _, err = process.communicate(timeout=120)
-    return process.returncode, err
 
 
 def lines(run_dir):
@@ -46,7 +29,7 @@ def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
         "validation": {"data": ["v"], "every_steps": 7},
     }
     options = {"dropout": 0.1, "sleep_s": 0.03}
-    code, err = finish(start(tmp_path / "whole", sections, options=options))
+    code, err = start(tmp_path / "whole", sections, options=options).finish()
     assert code == 0, err
     rng = random.Random(5)
     resumed = []
@@ -55,15 +38,15 @@ def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
         metrics = tmp_path / "broken" / "run" / "metrics.jsonl"
         before = metrics.stat().st_mtime_ns if metrics.exists() else 0
         limit = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < limit:  # wait until it steps, then a random moment more
+        while process.process.is_alive() and time.monotonic() < limit:  # wait until it steps, then a random moment more
             if metrics.exists() and metrics.stat().st_mtime_ns != before:
                 break
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.4))
-        process.send_signal(signal.SIGKILL)
-        code, err = finish(process)
+        process.send(signal.SIGKILL)
+        code, err = process.finish()
         resumed.append("resuming" in err)
-    code, err = finish(start(tmp_path / "broken", sections, options=options))
+    code, err = start(tmp_path / "broken", sections, options=options).finish()
     assert code == 0, err
     assert "resuming" in err
     assert any(resumed)
@@ -77,9 +60,9 @@ def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
 
 def test_b34_killed_in_the_middle_of_a_save(tmp_path):
     sections = {"train": {"steps": 12}, "checkpoint": {"every_steps": 3}}
-    code, _ = finish(start(tmp_path / "b", sections, options={"kill_in_save": 3}))
+    code, _ = start(tmp_path / "b", sections, options={"kill_in_save": 3}).finish()
     assert code == -signal.SIGKILL
-    code, err = finish(start(tmp_path / "b", sections))
+    code, err = start(tmp_path / "b", sections).finish()
     assert code == 0, err
     assert "checkpoint step-00000009 is incomplete and not used: the save did not finish" in err
     assert "after step 6 (step-00000006)" in err
@@ -125,14 +108,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     limit = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 4) and time.monotonic() < limit:
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    code, err = finish(process)
+    process.send(signal.SIGINT)
+    code, err = process.finish()
     assert code == 130, err
     assert "go on with --resume" in err
     assert json.loads((tmp_path / "b" / "run" / "receipt.json").read_text())["status"] == "interrupted"
     done = len(lines(tmp_path / "b" / "run"))
     assert 4 < done < 45
-    code, err = finish(start(tmp_path / "b", sections, "resume"))
+    code, err = start(tmp_path / "b", sections, "resume").finish()
     assert code == 0, err
     assert f"after step {done}" in err
     fake.run(tmp_path / "a", **sections)

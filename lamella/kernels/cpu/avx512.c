@@ -9,6 +9,8 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 
+enum { WRITE_AHEAD = 1024 }; /* bytes; owning lines early hides their latency */
+
 static const float table[16] = {NF4_VALUES};
 static const float midpoints[15] = {NF4_MIDPOINTS};
 
@@ -125,6 +127,7 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
             lookup = _mm512_broadcast_i64x4(_mm512_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
         }
         for (const uint16_t *stop = to + block; to < stop; to += 32, in += 16) {
+            if (!stream) __builtin_prefetch((const char *)to + WRITE_AHEAD, 1, 2);
             const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)in));
             const __m512i index = _mm512_srlv_epi16(_mm512_shuffle_epi8(bytes, twice), shift);
             store512(to, _mm512_permutexvar_epi16(index, lookup), stream);

@@ -1,0 +1,173 @@
+"""Several processes on one step give the update of one process, decide alike, and end together."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lamella.data.batching import share_rows
+from lamella.errors import RunFailed, UserError
+from lamella.train.ranks import Ranks
+from tests import fixtures
+from tests.train import fake
+from tests.train.processes import LIMIT_S, free_port, run_ranks
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = "adapter_model.safetensors"
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def adapter(runs_dir):
+    return load_file(runs_dir / "run" / ADAPTER)
+
+
+def same_as_one_process(tmp_path, world, sections, options=None, tolerance=1e-6):
+    codes, texts = run_ranks(world, tmp_path / "many", sections, options)
+    assert codes == [0] * world, texts
+    fake.run(tmp_path / "one", fake.Options(**(options or {})), **sections)
+    one, many = adapter(tmp_path / "one"), adapter(tmp_path / "many")
+    for name in one:
+        assert (one[name] - many[name]).norm() <= tolerance * one[name].norm(), name
+    a, b = lines(tmp_path / "one" / "run"), lines(tmp_path / "many" / "run")
+    assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-6)
+    assert [(x["rows"], x["label_tokens"]) for x in a] == [(x["rows"], x["label_tokens"]) for x in b]
+    return b
+
+
+SGD_LIKE = {"eps": 1e-2, "schedule": "constant", "warmup_steps": 0}
+"""AdamW whose update is proportional to small gradients: rounding of a gradient near zero is not blown up to +-lr."""
+
+
+def test_b47_two_ranks_report_and_update_like_one(tmp_path):
+    options = {"label_counts": [2, 18], "row_losses": [4.0, 1.0]}
+    steps = same_as_one_process(tmp_path, 2, {"train": {"steps": 3, **SGD_LIKE}}, options)
+    assert [s["loss"] for s in steps] == pytest.approx([1.3] * 3)
+
+
+def test_b47_a_rank_without_labels_adds_nothing(tmp_path):
+    options = {"label_counts": [0, 18], "row_losses": [4.0, 1.0]}
+    steps = same_as_one_process(tmp_path, 2, {"train": {"steps": 3, **SGD_LIKE}}, options)
+    assert [s["loss"] for s in steps] == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "per_step", "micro_batch_tokens"), [(2, 1, 4, 2048), (4, 5, 8, 2048), (2, 9, 4, 20)]
+)
+def test_b58_uneven_rows(tmp_path, world, rows, per_step, micro_batch_tokens):
+    train = {"epochs": 3, "rows_per_step": per_step, "micro_batch_tokens": micro_batch_tokens, **SGD_LIKE}
+    steps = same_as_one_process(tmp_path, world, {"train": train}, {"rows": rows})
+    assert sum(s["rows"] for s in steps) == 3 * rows
+
+
+def third_step_of_rank_1():
+    config = fake.make_config("runs", train={"steps": 6})
+    data = fake.FakeData(config, fake.Options())
+    rows = data.rows_of(2).rows
+    return [rows[i] for i in share_rows([data.tokens(r) for r in rows], [1.0, 1.0])[1]]
+
+
+def test_b59_a_rank_whose_batch_has_no_labels(tmp_path):
+    steps = same_as_one_process(
+        tmp_path, 2, {"train": {"steps": 6, **SGD_LIKE}}, {"no_label_rows": third_step_of_rank_1()}
+    )
+    assert all(s["skipped"] is None for s in steps)
+
+
+def test_b59_nan_on_one_rank_is_skipped_by_all(tmp_path):
+    codes, texts = run_ranks(2, tmp_path, {"train": {"steps": 6}}, {"nan_rows": third_step_of_rank_1()})
+    assert codes == [0, 0], texts
+    steps = lines(tmp_path / "run")
+    assert [bool(s["skipped"]) for s in steps] == [False, False, True, False, False, False]
+    assert json.loads((tmp_path / "run" / "receipt.json").read_text())["figures"]["updates"] == 5
+
+
+def test_b59_an_exception_on_one_rank_ends_all_and_is_shown(tmp_path):
+    codes, texts = run_ranks(2, tmp_path, {"train": {"steps": 6}}, {"fail_rank": 1})
+    assert codes[0] == 1
+    assert codes[1] == 2
+    assert "error: the disk of this rank is gone" in texts[1]
+    assert "rank 1 failed in step 3: the disk of this rank is gone" in texts[0]
+    tree = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert (tree["status"], len(lines(tmp_path / "run"))) == ("failed", 2)
+
+
+def test_b59_a_killed_rank_ends_the_others(tmp_path):
+    codes, texts = run_ranks(2, tmp_path, {"train": {"steps": 6}}, {"hang_rank": 1})
+    assert codes == [1, -signal.SIGKILL]
+    assert "rank 0 lost the other ranks" in texts[0]
+
+
+def test_failure_of_the_first_rank_ends_the_others(tmp_path):
+    (tmp_path / "file").write_text("")
+    codes, texts = run_ranks(2, tmp_path / "file", {"train": {"steps": 6}})
+    assert codes == [2, 1]
+    assert "rank 0 failed" in texts[1]
+    assert "cannot be written" in texts[1]
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(4, False), (4, True), (1, False)])
+def test_b60_experts_that_no_token_of_a_rank_reaches(tmp_path, stores, rows, bias):
+    """Two ranks on a real MoE through the command line; with `bias` every token goes to experts 0 and 1."""
+    import shutil
+
+    from lamella.config import load_run_config
+    from lamella.store.quantize import quantize_checkpoint
+    from lamella.train.loop import train_run
+
+    store = stores / "moe"
+    if bias:
+        from safetensors.torch import save_file
+
+        shutil.copytree(stores / "moe-hf", tmp_path / "hf")
+        for file in (tmp_path / "hf").glob("*.safetensors"):
+            tensors = load_file(file)
+            for name in tensors:
+                if name.endswith("mlp.gate.weight"):  # rows far apart in length, so that the router's choice is fixed
+                    tensors[name] = tensors[name] * 0
+            save_file(tensors, file, metadata={"format": "pt"})
+        store = tmp_path / "store"
+        quantize_checkpoint(tmp_path / "hf", store, threads=1)
+    data = fixtures.write_jsonl(tmp_path / "rows.jsonl", fixtures.chat12()[:rows])
+    (tmp_path / "run.toml").write_text(
+        f'store = "{store}"\n[data]\ntrain = ["{data}"]\n[lora]\nrank = 4\n[compute]\ndtype = "fp32"\n'
+        f'[train]\nsteps = 3\nrows_per_step = {rows}\neps = 1e-2\nwarmup_steps = 0\nschedule = "constant"\n'
+    )
+    port = str(free_port())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "lamella", "train", str(tmp_path / "run.toml"), f"runs_dir={tmp_path / 'many'}"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("receipt of run: ok") == 1
+    train_run(load_run_config(tmp_path / "run.toml", [f"runs_dir={tmp_path / 'one'}", "compute.threads=1"]))
+    one, many = adapter(tmp_path / "one"), adapter(tmp_path / "many")
+    for name in one:
+        assert (one[name] - many[name]).norm() <= 1e-5 * one[name].norm(), name
+    if bias:
+        rows_moved = json.loads((tmp_path / "many" / "run" / "receipt.json").read_text())["moved"]
+        experts = next(row for row in rows_moved if row["class"] == "experts")
+        assert (experts["moved"], experts["total"]) == (16, 32)
+
+
+def test_torchrun_environment_must_be_whole(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="RANK or MASTER_ADDR is not set"):
+        Ranks.join()
+
+
+def test_one_process_makes_no_calls():
+    ranks = Ranks(0, 1)
+    p = torch.nn.Parameter(torch.zeros(2))
+    ranks.sum_gradients([p], [True])
+    assert p.grad is None
+    assert ranks.sum_numbers([1.0, 2.0]) == [1.0, 2.0]
+    assert ranks.gather("x") == ["x"]
+    with pytest.raises(RunFailed, match="as it is"):
+        ranks.on_first(lambda: (_ for _ in ()).throw(RunFailed("as it is")))
