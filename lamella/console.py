@@ -64,7 +64,9 @@ class Meter:
             left_s = (self.total - self.done) / rate if rate > 0 else float("inf")
             speed = format_bytes(rate) if self.unit == "B" else f"{format_count(rate)} {self.unit}"
             left = format_seconds(left_s) if left_s != float("inf") else "?"
-            notice(f"{self.label}: {100 * self.done / max(self.total, 1):.0f} %, {speed}/s, {left} left {note}".rstrip())
+            notice(
+                f"{self.label}: {100 * self.done / max(self.total, 1):.0f} %, {speed}/s, {left} left {note}".rstrip()
+            )
 
 
 @contextmanager

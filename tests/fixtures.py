@@ -1,4 +1,4 @@
-"""Small shared inputs, all made on the spot: TOK, CHATML, CHAT12, DENSE, MOE (see `tests/README` names in each docstring)."""
+"""Small shared inputs, all made on the spot: TOK, CHATML, CHAT12, DENSE, MOE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 WORDS = (
     "the layer walk reads each block once and keeps its adapter small while tokens pass through the "
-    "frozen base street avenue invoice company onion basil court appeal district name number city state "
+    "frozen base street avenue invoice company onion basil court appeal district name number city state"
 ).split()
 
 CHATML = (
@@ -42,7 +42,10 @@ def make_tokenizer(chat_template: str | None = CHATML, eos: str = "<|im_end|>"):
     tok.decoder = decoders.ByteLevel()
     specials = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=500,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tok.train_from_iterator(corpus(), trainer)
     tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
@@ -58,7 +61,9 @@ def chat12() -> list[dict]:
     for i in range(12):
         answer = " ".join(WORDS[(i * 7 + k) % len(WORDS)] for k in range(1 + i * 2))
         question = f"question {i}: " + " ".join(WORDS[(i * 5 + k) % len(WORDS)] for k in range(3 + i))
-        rows.append({"id": i, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        rows.append(
+            {"id": i, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        )
     return rows
 
 
@@ -107,7 +112,9 @@ def random_model(config, seed: int = 0, std: float = 0.05):
     return model.eval()
 
 
-def write_checkpoint(path: Path, config, *, seed: int = 0, dtype=torch.float32, shards: int = 3, tokenizer=None) -> Path:
+def write_checkpoint(
+    path: Path, config, *, seed: int = 0, dtype=torch.float32, shards: int = 3, tokenizer=None
+) -> Path:
     """Save a random model as a HF folder of about `shards` safetensors shards + index."""
     model = random_model(config, seed).to(dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())

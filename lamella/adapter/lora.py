@@ -191,9 +191,8 @@ class Adapter:
         candidates = _candidates(skeleton)
         chosen = {(c.layer, c.name()) for c in _select(candidates, config.targets)}
         scale = scale_of(config.alpha, config.rank, config.rslora)
-        expert_rank = config.expert_rank
-        if expert_rank == "auto":
-            expert_rank = max(1, config.rank // active_experts(skeleton.config))
+        automatic = max(1, config.rank // active_experts(skeleton.config))
+        expert_rank = automatic if config.expert_rank == "auto" else int(config.expert_rank)
         sites = []
         for index, c in enumerate(candidates):
             if (c.layer, c.name()) in chosen:
@@ -288,7 +287,10 @@ def check_names(have: set[str], want: set[str], what: str) -> None:
 
 
 def sites_from_shapes(
-    skeleton: Skeleton, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], alphas: dict[str, float], rslora: bool
+    skeleton: Skeleton,
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    alphas: dict[str, float],
+    rslora: bool,
 ) -> list[SiteSpec]:
     """Sites for the given key -> (A shape, B shape), checked against the model.
 

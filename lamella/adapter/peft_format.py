@@ -160,16 +160,22 @@ def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot be read: {error}", path=folder / WEIGHTS, fix="the adapter is incomplete; save it again") from error
+        raise UserError(
+            f"cannot be read: {error}", path=folder / WEIGHTS, fix="the adapter is incomplete; save it again"
+        ) from error
     pairs: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", name)
         if match is None:
-            raise UserError(f"{name} is not a LoRA weight", path=folder / WEIGHTS, fix="merge such tensors into the base first")
+            raise UserError(
+                f"{name} is not a LoRA weight", path=folder / WEIGHTS, fix="merge such tensors into the base first"
+            )
         pairs[match[1]][match[2]] = tensor.float()
     half = [name for name, pair in pairs.items() if len(pair) != 2]
     if half:
-        raise UserError(f"{half[0]} has only lora_{next(iter(pairs[half[0]]))}", path=folder / WEIGHTS, fix="save the adapter again")
+        raise UserError(
+            f"{half[0]} has only lora_{next(iter(pairs[half[0]]))}", path=folder / WEIGHTS, fix="save the adapter again"
+        )
     keyed = _resolve_wrappers(pairs, skeleton)
     rslora = bool(config.get("use_rslora"))
     alphas = {key: _pattern_value(config.get("alpha_pattern", {}), key, float(config["lora_alpha"])) for key in keyed}
@@ -187,8 +193,7 @@ def _resolve_wrappers(pairs: dict[str, dict[str, Tensor]], skeleton: Skeleton) -
     """Name the expert parameter behind each (nested) wrapper and unflatten its pair."""
     depths: dict[str, list[int]] = defaultdict(list)
     for name in pairs:
-        module = name.replace(".base_layer", "")
-        depths[module].append(name.count(".base_layer"))
+        depths[name.replace(".base_layer", "")].append(name.count(".base_layer"))
     modules = {
         f"{skeleton.prefix}.{i}.{path}": module
         for i, layer in enumerate(skeleton.layers)
@@ -206,7 +211,10 @@ def _resolve_wrappers(pairs: dict[str, dict[str, Tensor]], skeleton: Skeleton) -
         if len(depths[base]) == len(parameters):  # all wrapped: order says which is which
             fits = [parameters[len(parameters) - 1 - name.count(".base_layer")]]
         if len(fits) != 1:
-            raise UserError(f"{name}: cannot tell which expert parameter it adapts", fix="export the adapter with PEFT 0.18 or later")
+            raise UserError(
+                f"{name}: cannot tell which expert parameter it adapts",
+                fix="export the adapter with PEFT 0.18 or later",
+            )
         key = f"{base}.{fits[0][0]}"
         if key in keyed:
             raise UserError(f"{name}: {key} has two pairs", fix="save the adapter again")

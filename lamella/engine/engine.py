@@ -135,7 +135,8 @@ class Engine:
         """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""
         hidden = self.walk.forward(batches, on_layer=on_layer)
         return [
-            self.walk.log_probabilities(h, b.to(self.walk.weights.device)).cpu() for h, b in zip(hidden, batches, strict=True)
+            self.walk.log_probabilities(h, b.to(self.walk.weights.device)).cpu()
+            for h, b in zip(hidden, batches, strict=True)
         ]
 
     def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -143,7 +144,9 @@ class Engine:
         sums = []
         for batch, logp_N in zip(batches, self.score(batches), strict=True):
             sequence_N = torch.searchsorted(batch.starts, batch.score_positions, right=True) - 1
-            sums.append(torch.zeros(len(batch.row_ids), dtype=torch.float64).index_add_(0, sequence_N, -logp_N.double()))
+            sums.append(
+                torch.zeros(len(batch.row_ids), dtype=torch.float64).index_add_(0, sequence_N, -logp_N.double())
+            )
         return sums
 
     def logits(self, batch: PackedBatch, positions: Tensor | Sequence[int] | None = None) -> Tensor:

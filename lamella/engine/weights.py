@@ -9,10 +9,8 @@ the next one ahead of its turn.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -256,7 +254,7 @@ def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
 def read_raw(store: Store, i: GroupKey) -> dict[str, Tensor]:
     """Only the `raw` tensors of a group, without reading the rest of its file."""
     group = store.manifest.outer if i == "outer" else store.manifest.layers[i]
-    file = Path(store.path / group.file)
+    file = store.path / group.file
     tensors = {}
     fd = os.open(file, os.O_RDONLY)
     try:
@@ -264,11 +262,8 @@ def read_raw(store: Store, i: GroupKey) -> dict[str, Tensor]:
             if record.format == "raw":
                 offset, nbytes = record.parts["data"]
                 data = torch.empty(nbytes, dtype=torch.uint8)
-                read_exactly(fd, memoryview(data.numpy()), offset, file)
+                read_exactly(fd, memoryview(data.numpy()), offset, file)  # type: ignore[arg-type]
                 tensors[record.name] = data.view(getattr(torch, record.dtype)).view(record.shape)
     finally:
         os.close(fd)
     return tensors
-
-
-Progress = Callable[[int], None]

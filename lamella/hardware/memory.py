@@ -10,7 +10,15 @@ import psutil
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far, in bytes (`ru_maxrss`)."""
+    """Largest resident set of this process so far, in bytes.
+
+    On Linux from `VmHWM`: `ru_maxrss` of a child starts at what its parent held when it forked.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

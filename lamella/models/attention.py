@@ -150,12 +150,15 @@ class _Split(torch.autograd.Function):
         x_HPD = x_HTD if layout.in_order else x_HTD.index_select(1, layout.order_P)
         heads, _, size = x_HTD.shape
         return tuple(
-            x_HPD[:, g.first : g.first + g.n * g.length].reshape(heads, g.n, g.length, size).transpose(0, 1).contiguous()
+            x_HPD[:, g.first : g.first + g.n * g.length]
+            .reshape(heads, g.n, g.length, size)
+            .transpose(0, 1)
+            .contiguous()
             for g in layout.groups
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         layout = ctx.layout
         flat = [g.transpose(0, 1).reshape(g.shape[1], -1, g.shape[3]) for g in grads]
         grad_HPD = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
@@ -173,7 +176,7 @@ class _Join(torch.autograd.Function):
         return out_PHD if layout.in_order else out_PHD.index_select(0, layout.inverse_T)
 
     @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         layout = ctx.layout
         if layout.in_order:
             grad_PHD = grad_THD

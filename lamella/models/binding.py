@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from lamella.errors import UserError
 from lamella.models.skeleton import Skeleton
@@ -83,12 +89,15 @@ def _converter_for(converters: list[WeightConverter], pattern: str) -> WeightCon
     return next(c for c in converters if pattern in c.source_patterns)
 
 
-def _place(key: str, pattern: str, converter: WeightConverter, shapes: Mapping[str, tuple[int, ...]], source: str) -> Piece:
+def _place(
+    key: str, pattern: str, converter: WeightConverter, shapes: Mapping[str, tuple[int, ...]], source: str
+) -> Piece:
     kinds = [type(op) for op in converter.operations]
-    merge = kinds[:1] == [MergeModulelist] and converter.operations[0].dim == 0
+    dims = [getattr(op, "dim", None) for op in converter.operations]
+    merge = kinds[:1] == [MergeModulelist] and dims[0] == 0
     if merge and len(kinds) == 1:
         return Piece(source, (_source_number(key, pattern),))
-    if merge and kinds[1:] == [Concatenate] and converter.operations[1].dim == 1:
+    if merge and kinds[1:] == [Concatenate] and dims[1] == 1:
         part = converter.source_patterns.index(pattern)
         rows = shapes[source][0]
         return Piece(source, (_source_number(key, pattern), part * rows, (part + 1) * rows))

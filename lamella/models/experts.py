@@ -55,7 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y_SO
 
     @staticmethod
-    def backward(ctx: Any, dy_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_SO: Tensor) -> tuple[Tensor | None, ...]:
         weight = getattr(ctx.module, ctx.name)
         transposed = bool(ctx.module.is_transposed)
         dx_SI = da_ErI = db_EOr = None
@@ -63,13 +63,14 @@ class _GroupedLinear(torch.autograd.Function):
             dx_SI = dy_SO.new_empty(dy_SO.shape[0], weight.shape[1] if transposed else weight.shape[2])
         if ctx.lora:
             x_SI, a_ErI, b_EOr, xa_Sr = ctx.saved_tensors
-            da_ErI, db_EOr = torch.zeros_like(a_ErI), torch.zeros_like(b_EOr)  # an expert without tokens: zero, not missing
+            # an expert without tokens gets zero, not a missing gradient
+            da_ErI, db_EOr = torch.zeros_like(a_ErI), torch.zeros_like(b_EOr)
             dropped_SI = x_SI if ctx.keep is None else x_SI * ctx.keep
         for e, first, last in ctx.bounds:
             dy = dy_SO[first:last]
             if dx_SI is not None:
                 torch.mm(dy, weight[e].T if transposed else weight[e], out=dx_SI[first:last])
-            if ctx.lora:
+            if da_ErI is not None and db_EOr is not None:
                 dxa = (dy @ b_EOr[e]).mul_(ctx.scale)
                 torch.mm(dy.T, xa_Sr[first:last], out=db_EOr[e]).mul_(ctx.scale)
                 torch.mm(dxa.T, dropped_SI[first:last], out=da_ErI[e])
@@ -93,7 +94,7 @@ class _Combine(torch.autograd.Function):
         return out_TH.to(y_SH.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
         y_SH, weights_TK, slot_TK = ctx.saved_tensors
         dy_SH = torch.empty_like(y_SH)
         dweights_TK = torch.empty_like(weights_TK)
@@ -110,7 +111,9 @@ def _site(module: nn.Module, name: str) -> LoraSite | None:
     return sites.get(name)
 
 
-def _grouped(module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], pairs_S2: Tensor) -> Tensor:
+def _grouped(
+    module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], pairs_S2: Tensor
+) -> Tensor:
     site = _site(module, name)
     if site is None:
         return _GroupedLinear.apply(x_SI, None, None, module, name, bounds, 1.0, None)
@@ -143,7 +146,7 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
             bounds.append((e, first, first + count))
         first += count
     if module.__dict__.get("lamella_hits") is not None:
-        module.lamella_hits.add_(torch.tensor(counts[:experts]))  # type: ignore[operator,union-attr]
+        module.lamella_hits.add_(torch.tensor(counts[:experts]))  # type: ignore[operator]
     token_S = torch.div(order_S, per_token, rounding_mode="floor")
     pairs_S2 = torch.stack([token_S, expert_S], dim=1)
     slot_TK = torch.empty_like(order_S)
@@ -168,7 +171,7 @@ class _Spread(torch.autograd.Function):
         return x_TH.index_select(0, token_S)
 
     @staticmethod
-    def backward(ctx: Any, dx_SH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx_SH: Tensor) -> tuple[Tensor, None, None]:
         (slot_TK,) = ctx.saved_tensors
         dx_TH = dx_SH[slot_TK[:, 0]].float()
         for k in range(1, slot_TK.shape[1]):

@@ -53,8 +53,10 @@ class PackedBatch:
         """The same batch with its tensors on `device`."""
         if self.input_ids.device == device:
             return self
-        moved = (self.input_ids, self.position_ids, self.visible_until, self.starts, self.score_positions, self.score_tokens)
-        return PackedBatch(*(t.to(device) for t in moved), self.row_ids)
+        return PackedBatch(
+            self.input_ids.to(device), self.position_ids.to(device), self.visible_until.to(device), self.starts.to(device),
+            self.score_positions.to(device), self.score_tokens.to(device), self.row_ids,
+        )  # fmt: skip
 
     @property
     def lengths(self) -> list[int]:

@@ -69,7 +69,9 @@ class _LoraLinear(torch.autograd.Function):
     """y = x W^T + bias + scale (drop(x) A^T) B^T"""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, a_rI: Tensor, b_Or: Tensor, module: FrozenLinear, keep: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, a_rI: Tensor, b_Or: Tensor, module: FrozenLinear, keep: Tensor | None
+    ) -> Tensor:
         site = module.lora
         assert site is not None
         dropped_NI = x_NI if keep is None else x_NI * keep / (1 - site.dropout)
@@ -82,7 +84,7 @@ class _LoraLinear(torch.autograd.Function):
         return y_NO
 
     @staticmethod
-    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, a_rI, b_Or, xa_Nr = ctx.saved_tensors
         dxa_Nr = (dy_NO @ b_Or).mul_(ctx.scale)
         db_Or = (dy_NO.T @ xa_Nr).mul_(ctx.scale)
@@ -109,7 +111,7 @@ class _PlainLinear(torch.autograd.Function):
         return F.linear(x_NI, module.weight, module.bias)
 
     @staticmethod
-    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, None]:
         return (dy_NO @ ctx.module.weight if ctx.needs_input_grad[0] else None), None
 
 
@@ -120,7 +122,9 @@ class FrozenLinear(nn.Linear):
 
     @classmethod
     def like(cls, linear: nn.Linear) -> FrozenLinear:
-        return cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype)
+        return cls(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         site = self.lora

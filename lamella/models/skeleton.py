@@ -134,7 +134,8 @@ class Skeleton:
             if isinstance(module, nn.ModuleList) and len(module) == count and name.rpartition(".")[2] in _LAYER_LISTS:
                 return name, module
         raise UserError(
-            f"{type(self.model).__name__}: no list of {count} decoder layers found", fix="this family is not supported yet"
+            f"{type(self.model).__name__}: no list of {count} decoder layers found",
+            fix="this family is not supported yet",
         )
 
     def materialize_buffers(self) -> None:

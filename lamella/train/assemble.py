@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Rows:
     steps: int
     micro_batch_tokens: int
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of all token ids and label masks, in order."""
         digest = xxhash.xxh3_128()
@@ -275,6 +276,9 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     aux_coef = router_aux_coef(config, store, ranks)
     tokenizer = load_tokenizer(config.store)
     rows = open_rows(config, tokenizer)
+    if ranks.first:
+        for line in rows.dataset.report.lines():
+            notice(line)
     engine = _open_engine(config, store, ranks)
     adapter = _open_adapter(config, engine.skeleton)
     validation = _open_validation(config, tokenizer, engine, ranks)

@@ -74,10 +74,15 @@ class JsonLines:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def append(self, line: dict[str, Any]) -> None:
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"cannot be written: {error.strerror}", fix="free some space, then go on with --resume", path=self.path
+            ) from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -146,7 +146,10 @@ def _train(run: Run) -> TrainResult:
         if run.ranks.first:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             reason = str(error) or type(error).__name__
-            receipts.write(run.folder.receipt_path, receipts.gather(_facts(run), status, reason))
+            try:
+                receipts.write(run.folder.receipt_path, receipts.gather(_facts(run), status, reason))
+            except OSError as second:  # the disk may be what failed; the first error must not be lost
+                notice(f"warning: {run.folder.receipt_path} cannot be written: {second.strerror}")
         raise
 
 
@@ -385,15 +388,23 @@ def _facts(run: Run) -> receipts.Facts:
 
 @contextmanager
 def _stop_signals(run: Run) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the step under way; the second one ends it at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the step under way; a later Ctrl-C ends it at once.
+
+    A launcher passes the terminal's Ctrl-C on, so it may come twice within a moment; that counts as one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    asked_s = 0.0
+
     def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_s
         if run.stop:
-            raise KeyboardInterrupt
-        run.stop = True
+            if number == signal.SIGINT and time.monotonic() - asked_s > 1:
+                raise KeyboardInterrupt
+            return
+        run.stop, asked_s = True, time.monotonic()
         if run.ranks.first:
             notice("stopping after this step; once more to stop at once, without saving")
 

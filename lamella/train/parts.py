@@ -83,7 +83,7 @@ class Base:
 
     Attributes:
         fingerprint: identity of the store's content.
-        tensors: per tensor class its number, parameters, bytes and format.
+        tensors: per tensor class and format: class, format, dtype, count, parameters, bytes.
         verify: names of stored tensors whose checksum differs now.
         expected: adapter parameters by class, computed from the store's shapes and the asked rank; with the formula.
     """

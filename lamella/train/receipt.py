@@ -368,8 +368,15 @@ def show(path: Path) -> None:
     tree = json.loads(path.read_text(encoding="utf-8"))
     figures = tree["figures"]
     out.print(Text(f"receipt of {tree['name']}: {tree['status']} {tree['reason']}".rstrip(), style="bold"))
+    base = Table(show_edge=False, pad_edge=False)
+    for title in ("base", "format", "from", "tensors", "parameters", "bytes"):
+        base.add_column(title)
     for row in tree["base"]["tensors"]:
-        out.print(Text(f"  base      {' '.join(f'{key} {value}' for key, value in row.items())}"))
+        size = format_bytes(row["bytes"])
+        base.add_row(
+            row["class"], row["format"], row["dtype"], str(row["count"]), format_count(row["parameters"]), size
+        )
+    out.print(base)
     table = Table(show_edge=False, pad_edge=False)
     for title in ("trains", "parameters", "moved", "no gradient", "formula"):
         table.add_column(title)
@@ -388,7 +395,7 @@ def show(path: Path) -> None:
         f"{format_bytes(figures['peak_rss_bytes'])}",
     ]
     for first in tree["data"]["first_rows"][:1]:
-        lines.append(f"first row trains on: {first}")
+        lines.append(f"row {first['row']} trains on {first['label_tokens']} tokens: {first['labels']}")
     if "adapter" in tree:
         lines.append(f"frozen base verified; adapter {tree['adapter']['path']} ({tree['adapter']['xxh3_128']})")
     lines += [f"warning: {text}" for text in tree["warnings"]]

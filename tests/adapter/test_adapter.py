@@ -53,7 +53,9 @@ def test_b55_axes_of_the_flat_expert_layout():
 @pytest.mark.parametrize(("experts", "rank"), [(1, 3), (4, 1)])
 def test_b55_twins_where_both_orders_agree(experts, rank):
     a, b = torch.randn(experts, rank, 6), torch.randn(experts, 5, rank)
-    assert all(torch.equal(x, y) for x, y in zip(unflatten_experts(*flatten_experts(a, b), experts), (a, b), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(unflatten_experts(*flatten_experts(a, b), experts), (a, b), strict=True)
+    )
 
 
 def test_b53_trainable_count_is_the_formula(made):
@@ -155,7 +157,10 @@ def test_plain_adapter_holds_two_tensors_per_module_and_nothing_else(made, tmp_p
     saved(engine, tmp_path, targets=("q_proj", "v_proj"))
     names = set(load_file(tmp_path / "adapter_model.safetensors"))
     assert names == {
-        f"base_model.model.model.layers.{i}.self_attn.{m}.lora_{x}.weight" for i in range(2) for m in ("q_proj", "v_proj") for x in "AB"
+        f"base_model.model.model.layers.{i}.self_attn.{m}.lora_{x}.weight"
+        for i in range(2)
+        for m in ("q_proj", "v_proj")
+        for x in "AB"
     }
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "v_proj"]

@@ -28,7 +28,9 @@ def test_b49_a_sequence_never_sees_its_neighbours(family, made):
     assert packed.position_ids.tolist() == [*range(5), *range(12)]
     assert 4 not in packed.score_positions.tolist(), "the last token of A must not predict the first of B"
     sums = engine.loss_sums([packed])[0]
-    apart = torch.cat([engine.loss_sums([pack_rows([r])])[0] for r in ((a, [False] * 4 + [True]), (b, [False] + [True] * 11))])
+    apart = torch.cat(
+        [engine.loss_sums([pack_rows([r])])[0] for r in ((a, [False] * 4 + [True]), (b, [False] + [True] * 11))]
+    )
     assert torch.allclose(sums, apart, rtol=1e-6)
 
 

@@ -4,6 +4,7 @@ four adapted experts chosen by token id, head. Runs in milliseconds, so the loop
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from lamella.train.loop import train_run
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
 
+BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
 VOCAB, HIDDEN, EXPERTS, RANK = 32, 8, 4, 2
 
 
@@ -49,6 +51,7 @@ class Options:
     spoil_saved: str = ""  # what is wrong with the saved adapter: "nan" or "other"
     no_label_rows: list[int] = field(default_factory=list)
     sleep_s: float = 0.0
+    full_at_save: int = 0  # save in which the disk is full
     kill_in_save: int = 0  # save in which the process dies after its first file
     fail_rank: int = -1  # rank that raises in its third step
     scale_head: float = 1.0
@@ -65,7 +68,7 @@ class Options:
 
 class FakeAdapter:
     def __init__(self, seed: int, kill_in_save: int = 0) -> None:
-        self.spoil = ""
+        self.spoil, self.full_at_save = "", 0
         self.saves, self.kill_in_save = 0, kill_in_save
         g = torch.Generator().manual_seed(seed)
 
@@ -91,6 +94,8 @@ class FakeAdapter:
         self.saves += 1
         if self.saves == self.kill_in_save:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.saves == self.full_at_save:
+            raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_config.json").write_text(json.dumps({"r": RANK}))
 
     def load_state(self, folder: Path) -> None:
@@ -106,9 +111,11 @@ class FakeAdapter:
 class FakeEngine:
     def __init__(self, options: Options, ranks: Ranks) -> None:
         g = torch.Generator().manual_seed(7)
-        self.embed = torch.randn(VOCAB, HIDDEN, generator=g)
+        self.embed = torch.randn(BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
+VOCAB, HIDDEN, generator=g)
         self.w = torch.randn(HIDDEN, HIDDEN, generator=g) * 0.3
-        self.head = torch.randn(VOCAB, HIDDEN, generator=g) * options.scale_head
+        self.head = torch.randn(BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
+VOCAB, HIDDEN, generator=g) * options.scale_head
         self.options, self.ranks = options, ranks
         self.adapter: FakeAdapter | None = None
         self.calls = 0
@@ -221,7 +228,7 @@ class FakeData:
         return {"rows": len(self.encoded)}
 
     def decoded_labels(self, count: int):
-        return [{"row": r, "labels": str(self.encoded[r][0][4:])} for r in range(min(count, len(self.encoded)))]
+        return [{"row": r, "label_tokens": self.label_tokens(r), "labels": [str(self.encoded[r][0][4:])]} for r in range(min(count, len(self.encoded)))]
 
 
 class Scripted:
@@ -259,7 +266,7 @@ def assembler(options: Options):
         engine.adapter = adapter
         if options.leak:
             adapter.p["attn.lora_B"].data.fill_(0.1)
-        adapter.spoil = options.spoil_saved
+        adapter.spoil, adapter.full_at_save = options.spoil_saved, options.full_at_save
         if fresh:
             start["adapter"] = float(engine.loss_sums(batch)[0].sum()) / n
         validator = None
@@ -267,7 +274,7 @@ def assembler(options: Options):
             validator = Scripted(options.values) if options.values else LossValidation(engine, data)
         return Parts(
             engine=engine, adapter=adapter, data=data, vocab_size=VOCAB, validator=validator, start=start,
-            base=Base("store-1", Path("store"), [{"class": "attention", "bytes": 1}], lambda: options.verify),
+            base=Base("store-1", Path("store"), [BASE_ROW], lambda: options.verify),
             class_of=lambda name: "experts" if name.startswith("experts") else "attention",
         )  # fmt: skip
 

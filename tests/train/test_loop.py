@@ -41,7 +41,7 @@ def test_a_normal_run(tmp_path):
         ("attention", 2, 2),
         ("experts", 8, 8),
     ]
-    assert tree["data"]["first_rows"][0] == {"row": 0, "labels": "[4]"}
+    assert tree["data"]["first_rows"][0] == {"row": 0, "label_tokens": 1, "labels": ["[4]"]}
     assert tree["frozen"] == {"verified": True, "changed": []}
     assert tree["adapter"]["read_back_equal"]
     assert load_file(result.run_dir / ADAPTER)["attn.lora_B"].any()

@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lamella.errors import RunFailed, UserError
+from lamella.store.quantize import quantize_checkpoint
 from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
 from lamella.train.ranks import Ranks
@@ -131,6 +133,30 @@ def test_b62_too_high_a_learning_rate_never_ends_well_silently(real_config):
         assert line["loss"] is None or math.isfinite(line["loss"])
 
 
+def test_b42_half_precision_on_a_cpu_is_refused_before_training(real_config):
+    config = real_config("dense", compute={"dtype": "fp16"})
+    with pytest.raises(UserError, match="fp16 on a CPU"):
+        train_run(config)
+    assert not (config.runs_dir / "run" / "metrics.jsonl").exists()
+
+
+def test_b42_bad_weights_are_named_before_training(real_config, stores, tmp_path):
+    """A projection so large that the residual stream overflows: no step is taken and nothing logs a loss of 0."""
+    checkpoint = tmp_path / "hf"
+    shutil.copytree(stores / "dense-hf", checkpoint)
+    for file in checkpoint.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("layers.0.mlp.down_proj.weight"):
+                tensors[name] *= 1e38 / tensors[name].abs().max()
+        save_file(tensors, file, metadata={"format": "pt"})
+    quantize_checkpoint(checkpoint, tmp_path / "store", threads=1)
+    config = real_config("dense").model_copy(update={"store": tmp_path / "store"})
+    with pytest.raises(RunFailed, match="before any training"):
+        train_run(config)
+    assert not (config.runs_dir / "run" / "metrics.jsonl").exists()
+
+
 def test_b57_reloaded_adapter_gives_the_same_losses(real_config):
     config = real_config("moe", train={"steps": 4})
     run_dir = train_run(config).run_dir
@@ -162,8 +188,6 @@ def test_init_adapter_goes_on_from_its_values(real_config):
 
 
 def test_changed_store_byte_fails_the_run(real_config, stores, tmp_path):
-    import shutil
-
     shutil.copytree(stores / "dense", tmp_path / "copy")
     config = real_config("dense", train={"steps": 2}).model_copy(update={"store": tmp_path / "copy"})
     file = next((tmp_path / "copy" / "layers").iterdir())

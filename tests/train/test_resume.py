@@ -70,6 +70,18 @@ def test_b34_killed_in_the_middle_of_a_save(tmp_path):
     assert (tmp_path / "a" / "run" / ADAPTER).read_bytes() == (tmp_path / "b" / "run" / ADAPTER).read_bytes()
 
 
+def test_b34_full_disk_fails_the_run_and_leaves_the_earlier_checkpoints(tmp_path):
+    sections = {"train": {"steps": 12}, "checkpoint": {"every_steps": 3}}
+    with pytest.raises(UserError, match=r"not enough disk space for a checkpoint: .* needed, .* free"):
+        fake.run(tmp_path, fake.Options(full_at_save=3), **sections)
+    assert json.loads((tmp_path / "run" / "receipt.json").read_text())["status"] == "failed"
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006"]
+    fake.run(tmp_path, **sections)
+    fake.run(tmp_path / "whole", **sections)
+    assert (tmp_path / "run" / ADAPTER).read_bytes() == (tmp_path / "whole" / "run" / ADAPTER).read_bytes()
+
+
 @pytest.mark.parametrize("stop", [20, 15])
 def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
     whole, first, second = (fake.Options(dropout=0.1) for _ in range(3))
