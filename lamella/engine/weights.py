@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lamella.engine.device import Copier, CudaCopier, DeviceSlots
 from lamella.errors import UserError
 from lamella.models.binding import ParamPlan, plan_binding
 from lamella.models.skeleton import Skeleton
@@ -93,12 +94,21 @@ class LayerWeights:
         skeleton: weightless model; gets its outer tensors, its small tensors and views for all others.
         device: where layers run.
         budget_bytes: for packed layers and fixed parts; None: everything stays in memory.
+        copier: copies packed layers to slots on the device ahead of their turn; None: of its own on CUDA, and on a
+            CPU layers are dequantised where they lie.
 
     Raises:
         UserError: names, shapes or budget that do not work out.
     """
 
-    def __init__(self, store: Store, skeleton: Skeleton, device: torch.device, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        skeleton: Skeleton,
+        device: torch.device,
+        budget_bytes: int | None = None,
+        copier: Copier | None = None,
+    ) -> None:
         self.store, self.skeleton, self.device = store, skeleton, device
         self.bound: int | None = None
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
@@ -122,6 +132,12 @@ class LayerWeights:
         for i in range(layers):
             small = self._small_tensors(i)
             self._fills.append(self._bind_layer(by_layer.get(i, []), small))
+        self._on_device: DeviceSlots | None = None
+        if copier is None and device.type == "cuda":
+            copier = CudaCopier(device)
+        if copier is not None:
+            largest = max(store.group_bytes(i) for i in range(layers))
+            self._on_device = DeviceSlots(device, largest, copier)
         self._start_slots()
 
     # ---- sizes ----------------------------------------------------------------------------------
@@ -207,6 +223,8 @@ class LayerWeights:
         assert self._reader is not None
         slot = 1 - self._slot_of[keep] if keep in self._slot_of else 0
         for other in [k for k, s in self._slot_of.items() if s == slot]:
+            if self._on_device is not None:
+                self._on_device.finish(other)
             del self._slot_of[other]
             self._loading.pop(other)
         self._slot_of[i] = slot
@@ -224,16 +242,21 @@ class LayerWeights:
         if self.bound == i:
             return
         before, packed = self.bound, self.packed(i)
+        if self._on_device is not None:
+            self._on_device.fetch(i, packed, before)
+            packed = self._on_device.take(i, packed)
         for fill in self._fills[i]:
-            self._dequantize(packed, fill)
+            packed.dequantize_many(fill.names, fill.out)
+        if self._on_device is not None:
+            self._on_device.done(i)
         torch.autograd.graph.increment_version(self._buffer)
         self.bound = i
         ahead = i + 1 if before is None or before < i else i - 1
         if 0 <= ahead < len(self._fills):
             self._request(ahead, i if i in self._slot_of else None)
-
-    def _dequantize(self, packed: PackedGroup, fill: Fill) -> None:
-        packed.dequantize_many(fill.names, fill.out)
+            loading = self._loading.get(ahead)
+            if self._on_device is not None and (loading is None or loading.done()):
+                self._on_device.fetch(ahead, self.packed(ahead), i)
 
     def close(self) -> None:
         if self._reader is not None:

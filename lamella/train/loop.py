@@ -309,7 +309,10 @@ def _check_moved(run: Run) -> None:
     table = receipts.moved_table(run.parts, run.initial, run.state)
     dead = [name for row in table for name in row["dead"]]
     if dead:
-        raise RunFailed(f"{len(dead)} trainable tensors did not move in two updates: {_some(dead)}")
+        raise RunFailed(
+            f"{len(dead)} trainable tensors did not move in two updates: {_some(dead)}",
+            fix="a far too high train.learning_rate saturates attention and does this; if it is not that, report it",
+        )
 
 
 def _stop_if_bad(run: Run) -> None:

@@ -111,11 +111,9 @@ class FakeAdapter:
 class FakeEngine:
     def __init__(self, options: Options, ranks: Ranks) -> None:
         g = torch.Generator().manual_seed(7)
-        self.embed = torch.randn(BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
-VOCAB, HIDDEN, generator=g)
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=g)
         self.w = torch.randn(HIDDEN, HIDDEN, generator=g) * 0.3
-        self.head = torch.randn(BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
-VOCAB, HIDDEN, generator=g) * options.scale_head
+        self.head = torch.randn(VOCAB, HIDDEN, generator=g) * options.scale_head
         self.options, self.ranks = options, ranks
         self.adapter: FakeAdapter | None = None
         self.calls = 0
@@ -228,7 +226,10 @@ class FakeData:
         return {"rows": len(self.encoded)}
 
     def decoded_labels(self, count: int):
-        return [{"row": r, "label_tokens": self.label_tokens(r), "labels": [str(self.encoded[r][0][4:])]} for r in range(min(count, len(self.encoded)))]
+        return [
+            {"row": r, "label_tokens": self.label_tokens(r), "labels": [str(self.encoded[r][0][4:])]}
+            for r in range(min(count, len(self.encoded)))
+        ]
 
 
 class Scripted:

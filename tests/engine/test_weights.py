@@ -1,0 +1,125 @@
+"""Where base weights are: budgets, streaming, slots on a device."""
+
+import pytest
+import torch
+
+from lamella.engine import Engine
+from lamella.engine.device import DeviceSlots, HostCopier
+from lamella.engine.engine import resolve_dtype
+from lamella.engine.walk import Walk
+from lamella.engine.weights import LayerWeights, plan_residency
+from lamella.errors import UserError
+from lamella.models.layout import pack_rows
+from lamella.models.skeleton import Skeleton, load_config
+from lamella.store.reader import PackedGroup
+from tests.engine.test_families import ROWS, step_gradients, trained_adapter
+from tests.fixtures import dense_config, moe_config
+
+
+def test_everything_stays_when_it_fits():
+    plan = plan_residency([10, 10, 10], 5, 35)
+    assert plan.resident == (0, 1, 2)
+    assert plan.total_bytes == 35
+    assert plan_residency([10, 10, 10], 5, None).streamed == ()
+
+
+def test_a_budget_is_never_exceeded():
+    for budget in range(30, 60):
+        try:
+            plan = plan_residency([10, 12, 10, 11], 5, budget)
+        except UserError:
+            assert budget < 5 + 24
+            continue
+        assert plan.total_bytes <= budget
+        assert sorted(plan.resident + plan.streamed) == [0, 1, 2, 3]
+
+
+def test_too_small_a_budget_names_both_sizes(made):
+    store, _ = made(dense_config(layers=4))
+    with pytest.raises(UserError, match=r"memory.budget is 0 MB.*take"):
+        Engine.open(store, dtype="fp32", budget_bytes=1000)
+
+
+class Recording(HostCopier):
+    """A copier whose copies arrive only when they are waited for, as on a device."""
+
+    def __init__(self):
+        self.pending = {}
+        self.log = []
+
+    def copy(self, target, source, after):
+        assert after is None or after in self.log, "a slot is overwritten while arithmetic may read it"
+        token = len(self.pending)
+        self.pending[token] = (target, source)
+        target.fill_(255)
+        return token
+
+    def wait(self, mark):
+        if mark in self.pending and self.pending[mark] is not None:
+            target, source = self.pending[mark]
+            target.copy_(source)
+            self.pending[mark] = None
+
+    finish = wait
+
+    def mark(self):
+        self.log.append(f"mark {len(self.log)}")
+        return self.log[-1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_device_slots_give_the_same_bits(streamed, made):
+    store, _ = made(moe_config(layers=4))
+    plain = Engine.open(store, dtype="fp32")
+    trained_adapter(plain)
+    _, wanted = step_gradients(plain, [ROWS])
+    budget = None
+    if streamed:
+        budget = plain.walk.weights.residency.fixed_bytes + 2 * max(store.group_bytes(i) for i in range(4)) + 1
+    config = load_config(store.path, store.manifest.tie_word_embeddings)
+    skeleton = Skeleton(config, torch.float32)
+    copier = Recording()
+    weights = LayerWeights(store, skeleton, torch.device("cpu"), budget, copier)
+    engine = Engine(store, skeleton, Walk(skeleton, weights), keep_bytes=0, recompute="always")
+    trained_adapter(engine)
+    for _ in range(2):
+        _, found = step_gradients(engine, [ROWS])
+        assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert copier.log
+    assert bool(weights.residency.streamed) == streamed
+
+
+def test_slots_keep_the_layer_at_work():
+    slots = DeviceSlots(torch.device("cpu"), 8, HostCopier())
+    groups = [PackedGroup(torch.full((8,), i, dtype=torch.uint8), {}, 64) for i in range(3)]
+    slots.fetch(0, groups[0], None)
+    slots.fetch(1, groups[1], keep=0)
+    slots.fetch(2, groups[2], keep=1)
+    assert slots.holds_layer(1)
+    assert slots.holds_layer(2)
+    assert not slots.holds_layer(0)
+    assert slots.take(2, groups[2]).buffer.tolist() == [2] * 8
+
+
+def test_dtype_auto_is_bf16_only_where_it_is_native():
+    assert resolve_dtype("auto", torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    assert resolve_dtype("fp32", torch.device("cpu")) == torch.float32
+
+
+def test_unknown_device_is_a_user_error(made):
+    store, _ = made(dense_config())
+    with pytest.raises(UserError, match="is not a device"):
+        Engine.open(store, device="gpu0")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no CUDA device"):
+            Engine.open(store, device="cuda")
+
+
+def test_logits_in_bf16_and_streamed_agree(made):
+    store, _ = made(dense_config(layers=4))
+    whole = Engine.open(store, dtype="bf16")
+    fixed = whole.walk.weights.residency.fixed_bytes
+    small = Engine.open(store, dtype="bf16", budget_bytes=fixed + 2 * store.group_bytes(0) + 1)
+    assert small.walk.weights.residency.streamed
+    assert torch.equal(whole.logits(pack_rows(ROWS)), small.logits(pack_rows(ROWS)))
+    small.close()
