@@ -207,21 +207,29 @@ def _explicit_attention(
 
 
 def _short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention with scores written out: the library's CPU backward pads short sequences to its block size."""
-    length = q.shape[2]
+    """Causal attention with scores written out: the library's CPU backward pads short sequences to its block size.
+
+    q [n, H, L, D]; k, v [n, K, L, D]. The query heads that share a kv head are folded into rows, so k and v are not
+    repeated.
+    """
+    n, heads, length, size = q.shape
+    kv_heads = k.shape[1]
+    folded = (q * scale).reshape(n, kv_heads, heads // kv_heads * length, size)
+    scores = torch.matmul(folded, k.transpose(2, 3)).view(n, heads, length, length)
     ahead = torch.full((length, length), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    return torch.matmul(torch.softmax(torch.matmul(q * scale, k.transpose(2, 3)) + ahead, dim=-1), v)
+    weights = torch.softmax(scores + ahead, dim=-1).view(n, kv_heads, heads // kv_heads * length, length)
+    return torch.matmul(weights, v).view(n, heads, length, v.shape[3])
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks_H: Tensor | None
 ) -> Tensor:
-    repeat = q.shape[1] // k.shape[1]
-    if repeat > 1:
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     plain = softcap is None and sinks_H is None
     if plain and mask is None and q.device.type == "cpu" and q.shape[2] <= SHORT_CPU:
         return _short_attention(q, k, v, scale)
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     if plain:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     if mask is None:
