@@ -17,11 +17,11 @@ def made(tmp_path_factory):
     """made(config) -> (store, folder of the dequantised base), cached by the config's JSON."""
     cache = {}
 
-    def make(config):
-        key = config.to_json_string()
+    def make(config, seed=0):
+        key = config.to_json_string(), seed
         if key not in cache:
             folder = tmp_path_factory.mktemp(config.model_type)
-            write_checkpoint(folder / "checkpoint", config)
+            write_checkpoint(folder / "checkpoint", config, seed=seed)
             quantize_checkpoint(folder / "checkpoint", folder / "store")
             store = Store.open(folder / "store")
             cache[key] = (store, write_dequantised(store, folder / "base"))

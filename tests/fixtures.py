@@ -113,10 +113,10 @@ def random_model(config, seed: int = 0, std: float = 0.05):
 
 
 def write_checkpoint(
-    path: Path, config, *, seed: int = 0, dtype=torch.float32, shards: int = 3, tokenizer=None
+    path: Path, config, *, seed: int = 0, dtype=torch.float32, shards: int = 3, tokenizer=None, std: float = 0.05
 ) -> Path:
     """Save a random model as a HF folder of about `shards` safetensors shards + index."""
-    model = random_model(config, seed).to(dtype)
+    model = random_model(config, seed, std).to(dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(path, max_shard_size=max(size // shards + 1, 1) if shards > 1 else "10GB")
     if tokenizer is not None:

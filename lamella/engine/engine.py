@@ -112,7 +112,18 @@ class Engine:
         return self.walk.adapter
 
     def attach(self, adapter: Adapter | None) -> None:
-        """Use this adapter from now on; None: the bare base."""
+        """Use this adapter from now on; None: the bare base.
+
+        Raises:
+            UserError: the adapter was trained on another base (its files name the base's fingerprint).
+        """
+        trained_on = adapter.origin.get("base_fingerprint") if adapter is not None else None
+        here = self.store.manifest.source_fingerprint
+        if trained_on is not None and trained_on != here:
+            raise UserError(
+                f"the adapter was trained on a base with fingerprint {trained_on}, the store's is {here}",
+                fix="use the store it was trained on; to try it anyway, remove base_fingerprint from lamella_adapter.json",
+            )
         self.walk.attach(adapter)
 
     def step(

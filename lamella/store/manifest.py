@@ -99,6 +99,8 @@ class Manifest(_Model):
     checksum: str
     """xxh3_128 of this file with these 32 digits read as zeros."""
     lamella_version: str
+    source: str
+    """The checkpoint as it was given: hub id or folder. Adapters name it as their base."""
     source_fingerprint: str
     """Equal for equal weights: see `lamella.checkpoint.fingerprint`."""
     model_type: str

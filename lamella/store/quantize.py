@@ -135,7 +135,7 @@ def quantize_checkpoint(
         with Journal.open(store, head, plan.groups) as journal:
             _check_room(plan, journal)
             _stream(checkpoint, plan, journal, settings, threads)
-            return _finish(checkpoint, plan, journal, settings, head["fingerprint"], store)
+            return _finish(source, checkpoint, plan, journal, settings, head["fingerprint"], store)
 
 
 def journal_head(checkpoint: Checkpoint, plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
@@ -174,7 +174,13 @@ def _stream(
 
 
 def _finish(
-    checkpoint: Checkpoint, plan: Plan, journal: Journal, settings: QuantizeSettings, digest: str, store: Path
+    source: str | Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    journal: Journal,
+    settings: QuantizeSettings,
+    digest: str,
+    store: Path,
 ) -> Manifest:
     """Copy the small files, write the manifest, and give the folder its name."""
     from lamella.store.pipeline import disk_error
@@ -184,7 +190,8 @@ def _finish(
         files = _copy_files(checkpoint, plan.tying.tied, partial)
         groups = [_group(planned, journal.done[planned.key]) for planned in plan.groups]
         manifest = Manifest(
-            format_version=FORMAT_VERSION, checksum="0" * 32, lamella_version=__version__, source_fingerprint=digest,
+            format_version=FORMAT_VERSION, checksum="0" * 32, lamella_version=__version__,
+            source=str(source), source_fingerprint=digest,
             model_type=checkpoint.facts.model_type, num_layers=len(groups) - 1, layer_prefix=checkpoint.layout.prefix,
             tie_word_embeddings=plan.tying.tied, block_size=settings.block_size, double_quant=settings.double_quant,
             kept_dtype=settings.kept_dtype, notices=plan.notices, report=report_rows(plan.groups), files=files,

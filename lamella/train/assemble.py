@@ -289,7 +289,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     facts = {"base_fingerprint": store.manifest.source_fingerprint, "store_checksum": store.manifest.checksum}
     return Parts(
         engine=engine,
-        adapter=TrainedAdapter(adapter, engine.skeleton, str(config.store), facts),
+        adapter=TrainedAdapter(adapter, engine.skeleton, store.manifest.source, facts),
         data=rows,
         base=_base(store, expected_parameters(config, engine.config, sites)),
         vocab_size=engine.config.vocab_size,

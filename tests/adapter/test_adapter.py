@@ -112,6 +112,17 @@ def saved(engine, folder, **over):
     return adapter
 
 
+def test_an_adapter_of_another_base_of_the_same_shapes_is_refused(made, tmp_path):
+    store, _ = made(dense_config())
+    engine = Engine.open(store, dtype="fp32")
+    adapter = trained_adapter(engine)
+    adapter.save(tmp_path, facts={"base_fingerprint": store.manifest.source_fingerprint})
+    engine.attach(Adapter.load(tmp_path, engine.skeleton))
+    other = Engine.open(made(dense_config(), seed=1)[0], dtype="fp32")
+    with pytest.raises(UserError, match="trained on a base with fingerprint"):
+        other.attach(Adapter.load(tmp_path, other.skeleton))
+
+
 def test_b57_missing_or_extra_keys_are_errors(made, tmp_path):
     engine = Engine.open(made(dense_config())[0], dtype="fp32")
     saved(engine, tmp_path)
