@@ -32,6 +32,12 @@ LOGITS_BYTES = 64 << 20
 """Largest block of fp32 logits alive at once; longer batches pass the head in chunks of positions."""
 
 
+PAD_TOKENS = 32
+"""On a CPU in bf16, batches of dense models are filled up to a multiple of this: oneDNN compiles a kernel for every new
+number of rows (2 ms and 0.9 MB each, kept), which with rows of real data is every step. (Of experts each has its own
+number of rows anyway.)"""
+
+
 @dataclass
 class StepOutput:
     """What one optimizer step's walk found.
@@ -119,6 +125,9 @@ class Walk:
         for module, which in self._routers.values():
             module.register_forward_hook(lambda _m, _a, out, which=which: self._captured.append(
                 out[which] if isinstance(out, tuple) else out))  # fmt: skip
+        has_experts = any(hasattr(m, "has_gate") for layer in skeleton.layers for m in layer.modules())
+        onednn = weights.device.type == "cpu" and skeleton.dtype == torch.bfloat16
+        self._multiple = PAD_TOKENS if onednn and not has_experts else 1
         self.top_k = int(getattr(skeleton.config, "num_experts_per_tok", 0) or 0)
 
     # ---- adapters -------------------------------------------------------------------------------
@@ -175,6 +184,8 @@ class Walk:
 
     def _enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> _Item:
         batch = batch.to(self.weights.device)
+        if cache is None:
+            batch = batch.padded(self._multiple)
         with torch.no_grad():
             hidden, calls = self.skeleton.prologue(batch.input_ids, batch.position_ids)
         keys = None
@@ -217,7 +228,7 @@ class Walk:
                     item.hidden, _ = self._run(item, i, item.hidden)
                 if on_layer is not None:
                     on_layer(i)
-            return [item.hidden[0] for item in items]
+            return [item.hidden[0, : b.tokens] for item, b in zip(items, batches, strict=True)]
 
     # ---- the head -------------------------------------------------------------------------------
 

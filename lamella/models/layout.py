@@ -58,6 +58,22 @@ class PackedBatch:
             self.score_positions.to(device), self.score_tokens.to(device), self.row_ids,
         )  # fmt: skip
 
+    def padded(self, multiple: int) -> PackedBatch:
+        """The same batch with one more sequence of filler tokens, so that its tokens are a multiple of `multiple`.
+
+        The filler (row id -1) is seen by nobody and scores nothing.
+        """
+        extra = -self.tokens % multiple
+        if not extra:
+            return self
+        filler = torch.arange(extra, device=self.input_ids.device)
+        end = self.tokens + extra
+        return PackedBatch(
+            torch.cat([self.input_ids, torch.zeros_like(filler)]), torch.cat([self.position_ids, filler]),
+            torch.cat([self.visible_until, torch.full_like(filler, end)]), torch.cat([self.starts, self.starts.new_tensor([end])]),
+            self.score_positions, self.score_tokens, (*self.row_ids, -1),
+        )  # fmt: skip
+
     @property
     def lengths(self) -> list[int]:
         return (self.starts[1:] - self.starts[:-1]).tolist()
