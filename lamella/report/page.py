@@ -87,7 +87,7 @@ def render(run_dir: Path) -> str:
         loss=loss,
         charts=charts,
         training_note=_training_note(metrics),
-        receipt=parts_of(receipt) if receipt else [],
+        receipt=parts_of({k: v for k, v in receipt.items() if k != "config" or not config}) if receipt else [],
         receipt_json=json.dumps(receipt, indent=2, ensure_ascii=False),
         config=parts_of(config) if config else [],
         missing=[name for name, value in have.items() if not value],
@@ -293,10 +293,15 @@ def _rows_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def parts_of(tree: dict[str, Any], title: str = "") -> list[Part]:
-    """A nested JSON object as titled tables: plain values first, then each inner object and list of objects."""
+    """A nested JSON object as titled tables: plain values first, then each inner object and list of objects.
+
+    Empty texts are left out.
+    """
     facts = []
     inner: list[Part] = []
     for key, value in tree.items():
+        if value == "":
+            continue
         name = f"{title} / {_words(key)}" if title else _words(key)
         if isinstance(value, dict) and value:
             plain = all(not isinstance(v, dict | list) for v in value.values())
