@@ -7,6 +7,7 @@ built; the resolved tree is written beside each run.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,11 +26,14 @@ def _check_size(text: str) -> str:
     return text
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[str, AfterValidator(_check_size)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class DataConfig(Section):
@@ -96,7 +100,7 @@ class TrainConfig(Section):
     """Steps of linear warm-up."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW moment decay rates."""
     eps: float = Field(1e-8, gt=0)
     """AdamW epsilon."""
@@ -186,21 +190,40 @@ def _section_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]
 
 def explain_validation(error: ValidationError, path: Path | None, root: type[BaseModel]) -> UserError:
     """A pydantic error as one `UserError` naming every bad key, unknown ones with the nearest valid name."""
-    lines = []
+    problems: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
     fix = "correct the value"
     for item in error.errors():
-        name = ".".join(str(p) for p in item["loc"])
+        names: list[str] = []
+        for part in item["loc"]:
+            if names and _field(root, names) is not None and not _is_section(root, names):
+                break  # parts behind a field's name say which option of its type was tried, or which element is wrong
+            names.append(str(part))
+        name = ".".join(names)
         if item["type"] == "extra_forbidden":
             valid = list(_section_at(root, item["loc"][:-1]).model_fields)
             near = difflib.get_close_matches(str(item["loc"][-1]), valid, n=1, cutoff=0.0)
-            lines.append(f"unknown key `{name}`; nearest valid name: `{near[0]}`")
+            problems[name] = [f"unknown key `{name}`; nearest valid name: `{near[0]}`"]
             fix = f"valid keys there: {', '.join(valid)}"
         elif item["type"] == "missing":
-            lines.append(f"`{name}` is required")
+            problems[name] = [f"`{name}` is required"]
             fix = f"set `{name}`"
         else:
-            lines.append(f"`{name}` = {item['input']!r}: {item['msg']}")
+            values.setdefault(name, item["input"])
+            problems.setdefault(name, []).append(item["msg"])
+    lines = [
+        f"`{name}` = {values[name]!r}: {' or '.join(dict.fromkeys(messages))}" if name in values else messages[0]
+        for name, messages in problems.items()
+    ]
     return UserError("\n  ".join(lines), fix=fix, path=path)
+
+
+def _field(root: type[BaseModel], names: list[str]) -> Any:
+    return _section_at(root, tuple(names[:-1])).model_fields.get(names[-1])
+
+
+def _is_section(root: type[BaseModel], names: list[str]) -> bool:
+    return _section_at(root, tuple(names)) is not _section_at(root, tuple(names[:-1]))
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -279,7 +302,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def build_run_config(tree: dict[str, Any], path: Path | None = None) -> RunConfig:
     """Check a configuration tree. Raises `UserError` naming every bad key."""
-    try:
-        return RunConfig.model_validate(tree)
+    try:  # through JSON, where strict types still take a string for a path and a list for a tuple
+        return RunConfig.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise explain_validation(error, path, RunConfig) from error

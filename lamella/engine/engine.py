@@ -59,9 +59,18 @@ class Engine:
         adapter: the adapter in use, or None.
     """
 
-    def __init__(self, store: Store, skeleton: Skeleton, walk: Walk, *, keep_bytes: int, recompute: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        skeleton: Skeleton,
+        walk: Walk,
+        *,
+        keep_bytes: int,
+        recompute: str,
+        budget_bytes: int | None = None,
+    ) -> None:
         self.store, self.skeleton, self.walk = store, skeleton, walk
-        self.keep_bytes, self.recompute = keep_bytes, recompute
+        self.keep_bytes, self.recompute, self.budget_bytes = keep_bytes, recompute, budget_bytes
 
     @classmethod
     def open(
@@ -72,8 +81,9 @@ class Engine:
 
         Args:
             dtype: "auto", "bf16", "fp16" or "fp32"; what layers compute in.
-            budget_bytes: for base weights and activations; None: half the memory of the machine for kept activations,
-                and all packed layers in memory.
+            budget_bytes: for base weights and kept activations; None: all packed layers in memory, and up to half the
+                machine's memory for kept activations. The adapter with its moments, boundary activations (T x H per
+                layer) and one layer's working set come on top.
             recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
                 they fit the budget.
             threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).
@@ -98,7 +108,8 @@ class Engine:
         else:
             room = budget_bytes - weights.residency.total_bytes
         keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
-        engine = cls(store, skeleton, Walk(skeleton, weights, seed), keep_bytes=keep, recompute=recompute)
+        engine = cls(store, skeleton, Walk(skeleton, weights, seed), keep_bytes=keep, recompute=recompute,
+                     budget_bytes=budget_bytes)  # fmt: skip
         if adapter is not None:
             engine.attach(adapter)
         return engine
@@ -134,6 +145,9 @@ class Engine:
         The loss is the summed cross-entropy divided by `label_tokens` (the whole step's, over all devices).
         Gradients are added to the adapter parameters' `.grad`, fp32.
         """
+        if self.skeleton.dtype == torch.float16:
+            raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
+                            fix="use bf16 or fp32")  # fmt: skip
         if not batches:
             for p in self.walk.adapter.parameters().values() if self.walk.adapter else ():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -225,7 +239,9 @@ class Engine:
             "kernels": backend(), "attention": attention.NAME, "experts": experts.NAME, "base_dropout": 0.0,
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
-            "recompute": self.recompute, "saved_bytes_per_token_and_layer": self.walk.saved_bytes_per_token,
+            "budget_bytes": self.budget_bytes,
+            "recompute": self.recompute, "steps_kept": self.walk.steps_kept,
+            "steps_recomputed": self.walk.steps_recomputed, "saved_bytes_per_token_and_layer": self.walk.saved_bytes_per_token,
             "tie_word_embeddings": self.store.manifest.tie_word_embeddings,
         }  # fmt: skip
 

@@ -29,7 +29,7 @@ from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
 from lamella.models.skeleton import LayerCall, Skeleton
 
 LOGITS_BYTES = 64 << 20
-"""Largest block of fp32 logits alive at once; longer batches pass the head in chunks of positions."""
+"""Largest block of fp32 logits alive at once; more positions pass the head in chunks (16 positions at least)."""
 
 
 PAD_TOKENS = 32
@@ -120,6 +120,8 @@ class Walk:
         self.adapter: Adapter | None = None
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
         self.saved_bytes_per_token: float | None = None
+        self.logits_bytes = LOGITS_BYTES
+        self.steps_kept = self.steps_recomputed = 0
         self._captured: list[Tensor] = []
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
@@ -233,7 +235,7 @@ class Walk:
     # ---- the head -------------------------------------------------------------------------------
 
     def head_chunks(self, positions: int) -> list[tuple[int, int]]:
-        rows = max(16, LOGITS_BYTES // (4 * self.skeleton.config.vocab_size))
+        rows = max(16, self.logits_bytes // (4 * self.skeleton.config.vocab_size))
         return [(a, min(a + rows, positions)) for a in range(0, positions, rows)]
 
     def log_probabilities(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
@@ -293,6 +295,8 @@ class Walk:
                 if router is not None:
                     routing.add(router, self.top_k)
                 peaks[i] = torch.maximum(peaks[i], item.hidden.detach().abs().amax().float())
+        self.steps_kept += bool(keep)
+        self.steps_recomputed += not keep
         loss = torch.zeros((), dtype=torch.float64, device=self.weights.device)
         gradients = []
         for item in items:

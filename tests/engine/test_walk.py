@@ -223,3 +223,96 @@ def test_packed_batch_moves_and_knows_trees():
     assert not plain.is_tree
     assert pack_trees([Tree([1], [], [Tree([2], [True]), Tree([3], [True])])]).is_tree
     assert isinstance(plain.to(torch.device("cpu")), PackedBatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2-softcap"])
+def test_the_head_in_chunks_gives_the_same(family, made):
+    store, _ = made(FAMILIES[family]())
+    whole, cut = Engine.open(store, dtype="fp32"), Engine.open(store, dtype="fp32")
+    cut.walk.logits_bytes = 1
+    widest = 0
+
+    def watch(module, args, out):
+        nonlocal widest
+        widest = max(widest, out.shape[-2])
+
+    cut.skeleton.model.lm_head.register_forward_hook(watch)
+    assert len(cut.walk.head_chunks(LABELS)) > 1
+    found = []
+    for engine in (whole, cut):
+        trained_adapter(engine)
+        out, gradients = step_gradients(engine, [ROWS])
+        flat = torch.cat([g.flatten() for g in gradients.values()])
+        found.append((out.loss_sum, flat, engine.score([pack_rows(ROWS)])[0], engine.logits(pack_rows(ROWS))))
+        found[-1] += ([g.ids for g in engine.generate([r for r, _ in ROWS] * 5, 3, set())],)
+    assert widest == 16
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(found[0][1:4], found[1][1:4], strict=True))
+    assert found[0][4] == found[1][4]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_b49_filler_tokens_change_nothing(family, made):
+    store, _ = made(FAMILIES[family]())
+    plain, filled = Engine.open(store, dtype="fp32"), Engine.open(store, dtype="fp32")
+    filled.walk._multiple = 32
+    found = []
+    for engine in (plain, filled):
+        trained_adapter(engine, dropout=0.2)
+        for p in engine.adapter.parameters().values():
+            p.grad = None
+        out = engine.step([pack_rows(ROWS[:2]), pack_rows(ROWS[2:])], step_index=1, label_tokens=LABELS)
+        flat = torch.cat([p.grad.flatten() for p in engine.adapter.parameters().values()])
+        found.append((flat, engine.score([pack_rows(ROWS)])[0], engine.logits(pack_rows(ROWS)), out))
+    assert sum(len(r) for r, _ in ROWS[:2]) % 32 != 0
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(found[0][:3], found[1][:3], strict=True))
+    assert found[0][3].loss_sum == pytest.approx(found[1][3].loss_sum, rel=1e-7)
+    assert found[0][3].label_tokens == found[1][3].label_tokens
+
+
+def test_expert_rows_filled_up_change_nothing(made, monkeypatch):
+    import lamella.models.experts as experts
+
+    store, _ = made(FAMILIES["qwen3_moe"]())
+    found = []
+    for rows in (1, 16):
+        monkeypatch.setattr(experts, "PAD_ROWS", rows)
+        engine = Engine.open(store, dtype="bf16")
+        trained_adapter(engine)
+        out, gradients = step_gradients(engine, [ROWS])
+        found.append((out.loss_sum, torch.cat([g.flatten() for g in gradients.values()])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=2e-3)
+    assert relative_error(found[0][1], found[1][1]) < 0.03
+
+
+def test_b42_fp16_never_trains(made):
+    store, _ = made(dense_config())
+    engine = Engine.open(store, dtype="fp32")
+    trained_adapter(engine)
+    engine.skeleton.dtype = torch.float16
+    with pytest.raises(UserError, match="fp16 cannot train"):
+        engine.step([pack_rows(ROWS)], step_index=0, label_tokens=LABELS)
+
+
+def test_b42_activations_beyond_fp16_are_fine_in_fp32_and_bf16(tmp_path):
+    """Layer 0's down_proj scaled so that the residual stream passes 70,000 while every weight stays below 65,504."""
+    from lamella.store.quantize import quantize_checkpoint
+    from lamella.store.reader import Store
+    from tests.fixtures import random_model
+
+    model = random_model(dense_config(), std=0.3)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    ids = torch.tensor([ROWS[3][0]])
+    while model(ids, output_hidden_states=True).hidden_states[1].abs().max() <= 70_000:
+        weight.data *= 2
+        assert weight.abs().max() < 65_504
+    model.save_pretrained(tmp_path / "hf")
+    quantize_checkpoint(tmp_path / "hf", tmp_path / "store")
+    for dtype in ("fp32", "bf16"):
+        engine = Engine.open(Store.open(tmp_path / "store"), dtype=dtype)
+        trained_adapter(engine)
+        out, gradients = step_gradients(engine, [ROWS])
+        assert out.first_bad_layer() is None
+        assert out.peaks[0] > 65_504
+        assert out.loss_sum > 0
+        assert all(g.isfinite().all() for g in gradients.values())
