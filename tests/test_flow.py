@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lamella"
-ORDER = ["errors", "units", "config", "console", "hardware", "kernels", "checkpoint", "store", "models", "adapter",
+ORDER = ["errors", "units", "config", "console", "files", "hardware", "kernels", "checkpoint", "store", "models", "adapter",
          "data", "engine", "train", "eval", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamella.checkpoint.facts import is_router, num_active_experts, num_routed_experts
 from lamella.config import LoraConfig
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
@@ -81,16 +82,14 @@ class _Candidate:
         return self.path if self.parameter is None else f"{self.path}.{self.parameter}"
 
 
-_ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
-
-
 def _candidates(skeleton: Skeleton) -> list[_Candidate]:
     """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
     found = []
+    num_experts = num_routed_experts(skeleton.config.to_dict())
     for i, layer in enumerate(skeleton.layers):
         for path, module in layer.named_modules():
             if isinstance(module, FrozenLinear):
-                if path.rpartition(".")[2] not in _ROUTER_NAMES:
+                if not is_router(path.split("."), (module.out_features, module.in_features), num_experts):
                     found.append(_Candidate(i, path, None, module.in_features, module.out_features, None, 0))
             elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
                 for order, (name, p) in enumerate(module.named_parameters(recurse=False)):
@@ -143,12 +142,8 @@ def _select(candidates: list[_Candidate], targets: str | tuple[str, ...]) -> lis
 
 
 def active_experts(config: Any) -> int:
-    """Experts per token, as the family's config names it; 1 for dense models."""
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1
+    """Experts per token of a transformers config; 1 for dense models."""
+    return num_active_experts(config.to_dict())
 
 
 def scale_of(alpha: float, rank: int, rslora: bool) -> float:

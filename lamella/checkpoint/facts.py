@@ -19,6 +19,13 @@ from lamella.errors import UserError
 TensorClass = Literal["attention", "mlp", "experts", "router", "norm", "bias", "embedding", "head", "other"]
 QUANTISED_CLASSES: frozenset[TensorClass] = frozenset({"attention", "mlp", "experts"})
 
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that families' configs give to the number of routed experts per layer."""
+ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""Names that families' configs give to the number of experts per token."""
+ROUTER_NAMES = frozenset({"gate", "wg", "gate_network", "gating"})
+"""Modules that choose experts, where there are any; so does whatever has `router` in its name."""
+
 _LAYER = re.compile(r"^(?P<prefix>[A-Za-z_][\w.]*?)\.(?P<index>\d+)\.(?P<rest>.+)$")
 _NOT_DECODER = re.compile(r"vision|visual|audio|image|encoder|speech|mtp|resampler", re.IGNORECASE)
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)|layernorm", re.IGNORECASE)
@@ -40,6 +47,8 @@ class ModelFacts:
     num_layers: int
     vocab_size: int | None
     num_experts: int | None
+    num_predict_layers: int
+    """Multi-token prediction layers that config.json declares; they stand behind the decoder layers."""
     tie_word_embeddings: bool | None
     """What config.json says, at its top level or in text_config; the files decide."""
 
@@ -57,6 +66,16 @@ def first_int(config: Mapping[str, Any], *names: str) -> int | None:
         if type(value) is int and value > 0:
             return value
     return None
+
+
+def num_routed_experts(config: Mapping[str, Any]) -> int | None:
+    """Routed experts per layer; None for a dense model."""
+    return first_int(text_config(config), *NUM_EXPERTS_KEYS)
+
+
+def num_active_experts(config: Mapping[str, Any]) -> int:
+    """Experts per token; 1 for a dense model."""
+    return first_int(text_config(config), *ACTIVE_EXPERTS_KEYS) or 1
 
 
 def model_facts(config: Mapping[str, Any], path: Path) -> ModelFacts:
@@ -79,7 +98,8 @@ def model_facts(config: Mapping[str, Any], path: Path) -> ModelFacts:
         hidden_size=first_int(text, "hidden_size", "n_embd", "d_model", "dim"),
         num_layers=layers,
         vocab_size=first_int(text, "vocab_size"),
-        num_experts=first_int(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        num_experts=num_routed_experts(config),
+        num_predict_layers=first_int(text, "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers") or 0,
         tie_word_embeddings=tied if isinstance(tied, bool) else None,
     )
 
@@ -110,7 +130,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], facts: ModelFacts, path: Path) 
     """Sort tensors into decoder layers.
 
     Raises:
-        UserError: no decoder layers found, a layer missing.
+        UserError: no decoder layers found, a layer missing, more layers than config.json tells of.
     """
     counts: dict[str, Counter[int]] = {}
     for name in tensors:
@@ -126,6 +146,10 @@ def layout_of(tensors: Mapping[str, TensorInfo], facts: ModelFacts, path: Path) 
     if absent:
         what = f"config.json says {facts.num_layers} decoder layers, {prefix}.{absent[0]} has no tensors"
         raise UserError(what, fix="download the checkpoint again", path=path)
+    told = facts.num_layers + facts.num_predict_layers
+    if max(counts[prefix]) >= told:
+        what = f"config.json says {told} layers, the files hold {prefix}.{max(counts[prefix])}"
+        raise UserError(what, fix="config.json and weights do not belong together", path=path)
     groups: list[list[TensorInfo]] = [[] for _ in range(facts.num_layers)]
     outer: list[TensorInfo] = []
     beyond: list[TensorInfo] = []
@@ -171,8 +195,8 @@ def classify_in_layer(rest: str, shape: tuple[int, ...], num_experts: int | None
     if any(_NORM.search(part) for part in (named, leaf)):
         return "norm"
     if any("conv" in part for part in modules) or "sink" in leaf or len(shape) < 2:
-        return "router" if _is_router(modules, shape, num_experts) and len(shape) == 1 else "other"
-    if _is_router(modules, shape, num_experts):
+        return "router" if is_router(modules, shape, num_experts) and len(shape) == 1 else "other"
+    if is_router(modules, shape, num_experts):
         return "router"
     if "experts" in modules or (len(shape) == 3 and shape[0] == num_experts):
         return "experts"
@@ -185,14 +209,18 @@ def classify_in_layer(rest: str, shape: tuple[int, ...], num_experts: int | None
     return "other"
 
 
-def _is_router(modules: list[str], shape: tuple[int, ...], num_experts: int | None) -> bool:
-    """Whether a weight chooses experts: by its module's name, or by a shape that has one row per expert."""
+def is_router(modules: list[str], shape: tuple[int, ...], num_experts: int | None) -> bool:
+    """Whether a weight chooses experts: by its module's name, or by a shape that has one row per expert.
+
+    Args:
+        modules: parts of its module's path in the layer, e.g. ["mlp", "gate"].
+    """
     if any("router" in part for part in modules):
         return True
     if num_experts is None or "experts" in modules or any(_ATTENTION.search(part) for part in modules):
         return False
     last = modules[-1] if modules else ""
-    if last in ("gate", "wg", "gate_network", "gating") or (last.endswith("_gate") and "expert" in last):
+    if last in ROUTER_NAMES or (last.endswith("_gate") and "expert" in last):
         return True
     return len(shape) == 2 and num_experts in shape and not _LINEAR.search(last)
 

@@ -213,6 +213,10 @@ def _read_sharded(path: Path, index: Path) -> tuple[list[TensorInfo], UserError 
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
         raise UserError(f"weight files named by the index are missing: {', '.join(missing)}", fix=_AGAIN, path=path)
+    stray = [f.name for f in sorted(path.glob("*-of-*.safetensors")) if f.name not in shards]
+    if stray:
+        what = f"the index names none of the tensors of {', '.join(stray)}"
+        raise UserError(what, fix=f"{_AGAIN}, or remove files that are not this model's", path=index)
     found = [tensor for name in shards for tensor in read_header(path / name).values()]
     what = _disagreement(found, weight_map)
     return found, UserError(f"index disagrees with the files: {what}", fix=_AGAIN, path=index) if what else None

@@ -41,11 +41,12 @@ def quantize(
     An interrupted run goes on when started again.
     The store appears under its name only when complete.
     """
+    from lamella.models.check import check_checkpoint
     from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
     from lamella.store.report import print_report, report_json
 
     settings = QuantizeSettings(block_size=block_size, double_quant=double_quant, kept_dtype=kept_dtype.value)
-    manifest = quantize_checkpoint(checkpoint, out, settings, threads=threads)
+    manifest = quantize_checkpoint(checkpoint, out, settings, threads=threads, check=check_checkpoint)
     if as_json:
         typer.echo(json.dumps({"store": str(out), **report_json(manifest)}))
         return

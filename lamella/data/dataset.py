@@ -1,4 +1,12 @@
-"""Files to an encoded data set with a report of everything that was kept, changed, cut or dropped."""
+"""Files to an encoded data set with a report of everything that was kept, changed, cut or dropped.
+
+Rows over `data.max_tokens` (prompt, answer and end-of-turn token together) never lose a part of an answer:
+- `too_long = "refuse"`: an error before training, with the number of such rows and the longest one;
+- `too_long = "drop"`: left out, counted as "too long", and counted towards `max_drop_share`;
+- `too_long = "cut_prompt"`: tokens go from the left of the prompt (a BOS stays while two tokens of prompt do); all label
+  tokens with their end-of-turn token and at least one token before them stay. A row whose labels leave no room for
+  that is unusable: counted as "no label token", and `bad_rows` says whether it stops the run or is dropped.
+"""
 
 from __future__ import annotations
 

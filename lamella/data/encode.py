@@ -11,11 +11,12 @@ from typing import Any, Literal
 from lamella.data.formats import Conversation, Message, read_messages, read_tools
 from lamella.data.read import RowError
 from lamella.data.render import ChatTemplate, Layout
-from lamella.data.text import Segment, TextEncoder
+from lamella.data.text import Run, Segment, TextEncoder
 from lamella.errors import UserError
 
 NOT_TEMPLATE = "text that looks like a control token encoded as ordinary text"
 NORMALISED = "text changed by the tokenizer's own normaliser (such as NFC)"
+LOSSY = "text before an answer that its tokens do not give back (unknown characters)"
 TRIMMED = "white space at the ends of an answer trimmed by the template"
 REASONING_DROPPED = "reasoning of an assistant turn left out by the template"
 CONTENT_DROPPED = "text beside a tool call left out by the template"
@@ -107,7 +108,7 @@ class Encoder:
         if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
             ids.append(tokenizer.eos_token_id)
         self.stop_ids: tuple[int, ...] = tuple(ids)
-        self._plain_prefix = self._leading_specials()
+        self._plain_prefix = [] if self.template else self._leading_specials()
 
     def _control(self, text: str) -> int:
         found = self.text.control_id(text)
@@ -115,13 +116,20 @@ class Encoder:
         return found
 
     def _leading_specials(self) -> list[int]:
-        """What the tokenizer's post-processor puts before a text: BOS, or nothing."""
+        """What the tokenizer's post-processor puts before a text: BOS, or nothing.
+
+        Raises:
+            UserError: the text cannot be found in what it makes of it, so what stands before it is unknown.
+        """
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         full = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        for start in range(len(full) - len(bare) + 1):
+        for start in range(len(full) - len(bare) + 1 if bare else 0):
             if full[start : start + len(bare)] == bare:
                 return list(full[:start])
-        return []
+        raise UserError(
+            f"cannot tell what the tokenizer puts before a text: 'a' is {bare} without and {full} with special tokens",
+            fix="correct post_processor in tokenizer.json, or set data.chat_template",
+        )
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -169,7 +177,12 @@ class Encoder:
             UserError: a chat without a chat template.
         """
         if row.plain is not None and self.template is None:
+            if row.tools or row.messages[0].role == "system":
+                what = "`tools`" if row.tools else "`system`"
+                raise RowError("no chat template", f"{what} cannot be shown without one; set data.chat_template")
             return self._encode_plain(*row.plain)
+        if row.plain is not None and not row.plain[0].strip():
+            raise RowError("no question", "`prompt` is empty")
         layout = self._layout(row.messages, row.tools, generation=False)
         shift = _index_shift(row.messages, self)
         trained = [t for t in layout.turns if row.messages[t.message - shift].trained]
@@ -211,6 +224,8 @@ class Encoder:
             label = span is not None and run.start >= span.start
             if label and not label_text:
                 first_label = prompt_tokens = len(ids)
+            if not label:
+                notes += self._prompt_notes(run, run_ids)
             ids += run_ids
             mask += (b"\1" if label else b"\0") * len(run_ids)
             if label:
@@ -219,6 +234,13 @@ class Encoder:
                 notes += self._check_labels(ids[first_label:], "".join(label_text), span)
                 label_text = []
         return Encoding(ids, mask, notes, prompt_tokens=prompt_tokens)
+
+    def _prompt_notes(self, run: Run, ids: list[int]) -> list[str]:
+        """What is to be said of text before an answer that its ids do not stand for exactly."""
+        if run.token_id is not None:
+            return []
+        same = self.text.decodes_to(ids, run.text)
+        return [] if same == "same" else [NORMALISED if same == "normalised" else LOSSY]
 
     def _check_labels(self, ids: list[int], text: str, turn: Any) -> list[str]:
         if turn.terminator is None or not text.rstrip().endswith(turn.terminator):
@@ -247,6 +269,10 @@ class Encoder:
         if same == "different":
             raise RowError("labels do not decode", f"wanted {completion[:60]!r}, got {self.text.decode(after)[:60]!r}")
         notes = [NORMALISED] if same == "normalised" else []
+        for run, ids in zip(runs, encoded, strict=True):
+            if run.start < len(prompt):
+                notes += self._prompt_notes(run, ids)
+        notes = sorted(set(notes))
         if self.text.has_control_text(text):
             notes.append(NOT_TEMPLATE)
         mask = bytearray(len(before)) + b"\1" * (len(after) + 1)

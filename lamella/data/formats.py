@@ -2,14 +2,15 @@
 
 | format | keys |
 |---|---|
-| messages | `messages`: list of {role, content, tool_calls, reasoning_content or reasoning, weight}; `tools` |
-| prompt_completion | `prompt`, `completion`: strings, or lists of messages |
+| messages | `messages`: list of {role, content, tool_calls, reasoning_content or reasoning, weight}; `system`; `tools` |
+| prompt_completion | `prompt`, `completion`: strings, or lists of messages; `system`; `tools` |
 | sharegpt | `conversations`: list of {from, value}; `system`; `tools` |
 | alpaca | `instruction`, `input`, `output`; `system`; `history`: list of [question, answer] |
 
 Repairs (each one counted in the report): neighbouring turns of one role are joined by a blank line; turns
 after the last assistant turn are left out; reasoning written as `<think>..</think>` at the start of an
-assistant text becomes the message's reasoning, without the white space around it. Everything else that does
+assistant text becomes the message's reasoning, without the white space around it; `weight: null` is 1. A question
+without text is counted too. The old `function_call` of an assistant turn is a tool call. Everything else that does
 not fit is a rejected row with its reason.
 """
 
@@ -28,6 +29,8 @@ FORMATS = ("messages", "prompt_completion", "sharegpt", "alpaca")
 JOINED = "neighbouring turns of one role joined"
 TRAILING = "turns after the last assistant turn left out"
 THINK_SPACE = "white space around <think> text dropped"
+NULL_WEIGHT = "`weight: null` of an assistant turn read as 1"
+NO_QUESTION_TEXT = "user turns without text"
 
 _ROLES = ("system", "user", "assistant", "tool")
 _ROLE_NAMES = {"developer": "system", "function": "tool"}
@@ -35,7 +38,8 @@ _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "tool": "tool", "observation": "tool", "function_call": "function_call",
 }  # fmt: skip
-_THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_THINK = re.compile(rf"\s*{THINK_OPEN}(.*?){THINK_CLOSE}(.*)", re.DOTALL)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -53,6 +57,7 @@ class Message:
     """One turn. `reasoning` and `tool_calls` belong to assistant turns; `trained` is False for `weight: 0`.
 
     `respaced`: the row wrote its reasoning inline with other white space than `<think>\\n..\\n</think>\\n\\n`.
+    `null_weight`: the row gave `weight: null`.
     """
 
     role: str
@@ -63,6 +68,7 @@ class Message:
     tool_call_id: str | None = None
     trained: bool = True
     respaced: bool = False
+    null_weight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +133,10 @@ def read_conversation(row: dict[str, Any], row_format: str = "auto") -> tuple[st
     system = row.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError("bad system", f"`system` must be text, is {type(system).__name__}")
-    if system and plain is None and (not turns or turns[0].role != "system"):
+    if system and (not turns or turns[0].role != "system"):
         turns = [Message("system", system), *turns]
+    elif system and turns[0].content != system:
+        raise RowError("system given twice", "`system` and the first message are different system texts")
     messages, repairs = _repair(turns)
     return name, Conversation(messages, read_tools(row.get("tools")), plain, repairs)
 
@@ -149,10 +157,7 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         RowError: not a list of functions with names.
     """
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError("bad tools", f"`tools` is text but not JSON: {error.msg}") from error
+        tools = _decode(tools, "bad tools", "`tools`")
     if not tools:
         return ()
     if not isinstance(tools, list):
@@ -174,14 +179,49 @@ def _message(turn: Any, i: int) -> Message:
     role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
         raise RowError("unknown role", f"message {i} has role {role!r}; known: {', '.join(_ROLES)}")
-    calls = _tool_calls(turn.get("tool_calls"), i) if role == "assistant" else ()
+    _only_of_assistants(turn, role, i)
+    weight = turn.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise RowError("bad weight", f"`weight` of message {i} is {weight!r}; it must be 0 or 1")
+    calls = _tool_calls(_calls_of(turn, i), i) if role == "assistant" else ()
     content = _content(turn.get("content"), role, bool(calls), i)
     name, call_id = turn.get("name"), turn.get("tool_call_id")
     base = Message(
         role, content, tool_calls=calls, name=name if isinstance(name, str) else None,
-        tool_call_id=call_id if isinstance(call_id, str) else None, trained=turn.get("weight", 1) != 0,
+        tool_call_id=call_id if isinstance(call_id, str) else None, trained=weight is None or weight == 1,
+        null_weight=role == "assistant" and "weight" in turn and weight is None,
     )  # fmt: skip
     return _with_reasoning(base, turn, i) if role == "assistant" else base
+
+
+def _given(value: Any) -> bool:
+    """False for what columnar files write in place of nothing."""
+    return not (value is None or value == [] or value == {} or (isinstance(value, str) and not value.strip()))
+
+
+def _only_of_assistants(turn: dict[str, Any], role: str, i: int) -> None:
+    keys = () if role == "assistant" else ("tool_calls", "function_call", *_REASONING_KEYS)
+    if found := [key for key in keys if _given(turn.get(key))]:
+        raise RowError("bad message", f"message {i} ({role}) has `{found[0]}`, which belongs to assistant turns")
+
+
+def _calls_of(turn: dict[str, Any], i: int) -> Any:
+    calls, old = turn.get("tool_calls"), turn.get("function_call")
+    if not _given(old):
+        return calls
+    if _given(calls):
+        raise RowError("bad tool call", f"message {i} has both `tool_calls` and `function_call`")
+    return [old]
+
+
+def _decode(text: str, reason: str, what: str) -> Any:
+    """A JSON value written as text inside a row."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowError(reason, f"{what} is not JSON: {error.msg} at {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:  # an endless integer, endless nesting
+        raise RowError(reason, f"{what} cannot be decoded: {error}") from error
 
 
 def _content(content: Any, role: str, has_calls: bool, i: int) -> str:
@@ -203,7 +243,7 @@ def _content(content: Any, role: str, has_calls: bool, i: int) -> str:
 
 
 def _tool_calls(calls: Any, i: int) -> tuple[ToolCall, ...]:
-    if not calls:
+    if not _given(calls):
         return ()
     if not isinstance(calls, list):
         raise RowError("bad tool call", f"`tool_calls` of message {i} must be a list")
@@ -214,11 +254,7 @@ def _tool_calls(calls: Any, i: int) -> tuple[ToolCall, ...]:
             raise RowError("bad tool call", f"message {i}, call {k} has no function name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except json.JSONDecodeError as error:
-                detail = f"message {i}, call {k}: `arguments` is not JSON: {error.msg} at {error.pos + 1}"
-                raise RowError("bad tool call", detail) from error
+            arguments = _decode(arguments or "{}", "bad tool call", f"message {i}, call {k}: `arguments`")
         if not isinstance(arguments, dict):
             raise RowError("bad tool call", f"message {i}, call {k}: `arguments` must be an object")
         call_id = call.get("id")
@@ -227,15 +263,19 @@ def _tool_calls(calls: Any, i: int) -> tuple[ToolCall, ...]:
 
 
 def _with_reasoning(message: Message, turn: dict[str, Any], i: int) -> Message:
-    fields = {turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str) and turn[key].strip()}
+    given = {key: turn[key] for key in _REASONING_KEYS if _given(turn.get(key))}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RowError("not text", f"`{key}` of message {i} is {type(value).__name__}")
+    fields = set(given.values())
     if len(fields) > 1:
         raise RowError("reasoning given twice", f"message {i} has two different reasoning fields")
     field = next(iter(fields)).strip() if fields else ""
     content, respaced = message.content, False
-    if content.lstrip().startswith("<think>"):
+    if content.lstrip().startswith(THINK_OPEN):
         match = _THINK.fullmatch(content)
         if match is None:
-            raise RowError("unclosed <think>", f"message {i} opens <think> and never closes it")
+            raise RowError(f"unclosed {THINK_OPEN}", f"message {i} opens {THINK_OPEN} and never closes it")
         inline, content = match[1].strip(), match[2].lstrip()
         if field and inline and field != inline:
             raise RowError("reasoning given twice", f"message {i} has a reasoning field and another <think> text")
@@ -246,7 +286,7 @@ def _with_reasoning(message: Message, turn: dict[str, Any], i: int) -> Message:
 
 def inline_reasoning(reasoning: str, content: str) -> str:
     """Reasoning and answer as one text, for templates that know no reasoning field."""
-    return f"<think>\n{reasoning}\n</think>\n\n{content}"
+    return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{content}"
 
 
 def _sharegpt(turns: list[Any]) -> list[Message]:
@@ -266,23 +306,23 @@ def _sharegpt(turns: list[Any]) -> list[Message]:
 
 
 def _call_object(value: Any, i: int) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise RowError("bad tool call", f"message {i}: the call is not JSON: {error.msg}") from error
+    return _decode(value, "bad tool call", f"message {i}: the call") if isinstance(value, str) else value
 
 
 def _alpaca(row: dict[str, Any]) -> list[Message]:
-    texts = {key: row.get(key) or "" for key in ("instruction", "input", "output")}
+    texts = {key: "" if row.get(key) is None else row[key] for key in ("instruction", "input", "output")}
     for key, text in texts.items():
         if not isinstance(text, str):
             raise RowError("not text", f"`{key}` is {type(text).__name__}")
     turns: list[Message] = []
-    for pair in row.get("history") or []:
+    history = row["history"] if _given(row.get("history")) else []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
             raise RowError("wrong format", "`history` must be a list of [question, answer] texts")
         turns += [Message("user", pair[0]), _with_reasoning(Message("assistant", pair[1]), {}, len(turns) + 1)]
     question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    if not question.strip():
+        raise RowError("no question", "`instruction` and `input` are empty")
     answer = _with_reasoning(Message("assistant", texts["output"]), {}, len(turns) + 1)
     return [*turns, Message("user", question), answer]
 
@@ -301,7 +341,9 @@ def _repair(turns: list[Message]) -> tuple[tuple[Message, ...], tuple[str, ...]]
     """Apply the documented repairs and check what no template can make good."""
     if not turns:
         raise RowError("no messages", "the list of messages is empty")
-    repairs = []
+    repairs = [NULL_WEIGHT] if any(turn.null_weight for turn in turns) else []
+    if any(turn.role == "user" and not turn.content.strip() for turn in turns):
+        repairs.append(NO_QUESTION_TEXT)
     joined = [turns[0]]
     for turn in turns[1:]:
         last = joined[-1]

@@ -150,6 +150,8 @@ def _row(path: Path, number: int, body: bytes) -> RawRow:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         return RawRow(path, number, None, RowError("broken JSON", error.msg, error.colno))
+    except ValueError as error:  # an integer of more digits than Python converts
+        return RawRow(path, number, None, RowError("broken JSON", str(error).partition(";")[0]))
     except RecursionError:
         return RawRow(path, number, None, RowError("broken JSON", "nested too deeply"))
     except RowError as problem:

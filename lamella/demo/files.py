@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lamella.files import write_text
+
 
 @contextmanager
 def appear(target: Path) -> Iterator[Path]:
@@ -25,15 +27,7 @@ def appear(target: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Write a file in one piece: old content or new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
-    return path
-
-
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     """One JSON object per line, UTF-8."""
-    return write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

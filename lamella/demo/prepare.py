@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from lamella.demo import packages, tenants
-from lamella.demo.files import appear, write_jsonl, write_text
+from lamella.demo.files import appear, write_jsonl
 from lamella.demo.model import write_smollm2
 from lamella.demo.upcycle import Upcycling, upcycle
 from lamella.eval.split import split_rows
 from lamella.eval.task import TaskRow, load_task
+from lamella.files import write_text
 
 TRAIN_ROWS = 400
 """Training rows of each tenant."""

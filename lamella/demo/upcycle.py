@@ -16,14 +16,15 @@ One layer is in memory at a time.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lamella.demo.files import appear, write_text
+from lamella.checkpoint.source import INDEX_NAME, Checkpoint
+from lamella.demo.files import appear
 from lamella.errors import UserError
+from lamella.files import write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,25 +58,11 @@ class Upcycling:
             )
 
 
-class _Source:
-    """Tensors of a HF folder by name, one file or sharded."""
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    from safetensors import safe_open
 
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        self.folder = folder
-        if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            from safetensors import safe_open
-
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                self.file_of = dict.fromkeys(file.keys(), "model.safetensors")
-
-    def read(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.folder / self.file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
+    with safe_open(checkpoint.tensors[name].file, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def mixtral_config(dense: dict[str, Any], how: Upcycling) -> dict[str, Any]:
@@ -137,10 +124,10 @@ def upcycle(dense: Path, target: Path, how: Upcycling) -> Path:
         return target
     from safetensors.torch import save_file
 
-    dense_config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
+    checkpoint = Checkpoint.open(dense)
+    dense_config = checkpoint.config
     config = mixtral_config(dense_config, how)
-    layers = dense_config["num_hidden_layers"]
-    source = _Source(dense)
+    layers = checkpoint.facts.num_layers
     weight_map: dict[str, str] = {}
     total_bytes = 0
     with appear(target) as folder:
@@ -149,12 +136,12 @@ def upcycle(dense: Path, target: Path, how: Upcycling) -> Path:
             prefix = f"model.layers.{i}."
             mlp = {f"{prefix}mlp.{name}.weight": name for name in EXPERT_NAMES} if i < layers else {}
             if i < layers:
-                plain = [n for n in source.file_of if n.startswith(prefix) and n not in mlp]
+                plain = [n for n in checkpoint.tensors if n.startswith(prefix) and n not in mlp]
             else:
-                plain = [n for n in source.file_of if not n.startswith("model.layers.")]
-            tensors = {n: source.read(n) for n in plain}
+                plain = [n for n in checkpoint.tensors if not n.startswith("model.layers.")]
+            tensors = {n: _read(checkpoint, n) for n in plain}
             if mlp:
-                matrices = {short: source.read(name) for name, short in mlp.items()}
+                matrices = {short: _read(checkpoint, name) for name, short in mlp.items()}
                 moe = prefix + "block_sparse_moe."
                 router = router_rows(how, dense_config["hidden_size"], i).to(matrices["up_proj"].dtype)
                 tensors[moe + "gate.weight"] = router
@@ -164,8 +151,8 @@ def upcycle(dense: Path, target: Path, how: Upcycling) -> Path:
             weight_map |= dict.fromkeys(tensors, file)
             total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
-        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True))
+        write_json(folder / INDEX_NAME, index)
+        write_json(folder / "config.json", dict(sorted(config.items())))
         for name in TOKENIZER_FILES:
             if (dense / name).is_file():
                 shutil.copy2(dense / name, folder / name)

@@ -96,6 +96,8 @@ class Engine:
             where = torch.device(device)
         except RuntimeError as error:
             raise UserError(f"compute.device {device!r} is not a device", fix='use "cpu" or "cuda"') from error
+        if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
+            raise UserError(f"compute.device {device!r} is not supported", fix='use "cpu" or "cuda"')
         if where.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"compute.device is {device!r}, but torch sees no CUDA device", fix='use "cpu"')
         if threads is not None:

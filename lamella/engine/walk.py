@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lamella.adapter import Adapter, SiteSpec
 from lamella.engine.weights import LayerWeights
+from lamella.errors import UserError
 from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
 from lamella.models.layout import PackedBatch
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
@@ -185,6 +186,10 @@ class Walk:
     # ---- one layer ------------------------------------------------------------------------------
 
     def _enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> _Item:
+        vocab_size = int(self.skeleton.config.vocab_size)
+        if batch.tokens and int(batch.input_ids.max()) >= vocab_size:
+            raise UserError(f"token id {int(batch.input_ids.max())} is beyond the model's vocabulary of {vocab_size}",
+                            fix="the tokenizer does not belong to this model")  # fmt: skip
         batch = batch.to(self.weights.device)
         if cache is None:
             batch = batch.padded(self._multiple)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from lamella.engine.device import Copier, CudaCopier, DeviceSlots
@@ -21,6 +22,7 @@ from lamella.models.binding import ParamPlan, plan_binding
 from lamella.models.skeleton import Skeleton
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.verify import read_exactly
+from lamella.units import format_bytes
 
 ALIGN_BYTES = 64
 
@@ -71,9 +73,9 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
     slots = 2 * max(group_bytes)
     if fixed_bytes + slots > budget_bytes:
         raise UserError(
-            f"memory.budget is {budget_bytes / 1e6:.0f} MB, but embeddings, head, one dequantised layer and two packed layers "
-            f"take {(fixed_bytes + slots) / 1e6:.0f} MB",
-            fix=f"set memory.budget to {(fixed_bytes + slots) * 1.2 / 1e6:.0f}MB or more",
+            f"memory.budget is {format_bytes(budget_bytes)}, but embeddings, head, one dequantised layer and two packed "
+            f"layers take {format_bytes(fixed_bytes + slots)}",
+            fix=f"set memory.budget to {format_bytes((fixed_bytes + slots) * 1.2)} or more",
         )
     left = budget_bytes - fixed_bytes - slots
     resident = []
@@ -257,6 +259,25 @@ class LayerWeights:
             loading = self._loading.get(ahead)
             if self._on_device is not None and (loading is None or loading.done()):
                 self._on_device.fetch(ahead, self.packed(ahead), i)
+
+    def resident_checksum(self) -> str:
+        """xxh3-128 over the base's bytes that stay in memory: resident packed layers, and every bound tensor that is
+        not dequantised layer by layer (norms, biases, routers, embeddings, head)."""
+        digest = xxhash.xxh3_128()
+        for i in sorted(self._packed):
+            digest.update(memoryview(self._packed[i].buffer.numpy()))  # type: ignore[arg-type]
+        outer = self.skeleton.model.state_dict(keep_vars=True)
+        for plan in self.plans.values():
+            if plan.layer is None:
+                bound = outer[plan.name]
+            elif not self._is_quantised(plan):
+                path, _, key = plan.name.removeprefix(f"{self.skeleton.prefix}.{plan.layer}.").rpartition(".")
+                module = self.skeleton.layers[plan.layer].get_submodule(path)
+                bound = {**module._parameters, **module._buffers}[key]
+            else:
+                continue
+            digest.update(bound.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def close(self) -> None:
         if self._reader is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lamella.adapter.peft_format import FACTS
 from lamella.data.encode import Encoder, load_tokenizer
 from lamella.data.formats import Conversation, Message
 from lamella.data.read import RowError
@@ -16,30 +18,26 @@ class StoreEncoder:
     """The `PromptEncoder` of a store or checkpoint folder.
 
     Args:
-        encoder: encodes chats; its chat template says where an answer begins and what ends it.
+        encoder: encodes chats; its chat template says where an answer begins and what ends it, its system text goes
+            before chats that have none.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
+        self.system = encoder.system
         self.stop_ids = set(encoder.stop_ids)
 
     @classmethod
     def open(cls, folder: Path, adapter: Path | None = None) -> StoreEncoder:
-        """The tokenizer of `folder`; the chat template that travels with `adapter`, if it has one.
+        """The tokenizer of `folder`, with the chat template and the system text that travel with `adapter`, if any.
 
         Raises:
-            UserError: no usable tokenizer, an unreadable template.
+            UserError: no usable tokenizer, an unreadable template or system text.
         """
-        own = None if adapter is None else adapter / "chat_template.jinja"
-        template = None
-        if own is not None and own.exists():
-            try:
-                template = own.read_text(encoding="utf-8-sig")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"chat template cannot be read: {error}", fix="save the adapter again", path=own
-                ) from error
-        return cls(Encoder(load_tokenizer(folder), chat_template=template))
+        template = system = None
+        if adapter is not None:
+            template, system = _own_template(adapter / "chat_template.jinja"), _own_system(adapter / FACTS)
+        return cls(Encoder(load_tokenizer(folder), chat_template=template, system=system))
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Ids up to where the answer begins: the training prefix of the same messages."""
@@ -62,3 +60,26 @@ class StoreEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included, so that nothing the model wrote is hidden from the parser."""
         return self._encoder.text.decode(list(ids))
+
+
+def _own_template(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"chat template cannot be read: {error}", fix="save the adapter again", path=path) from error
+
+
+def _own_system(path: Path) -> str | None:
+    """`data.system` of the adapter's training; None for adapters that carry none."""
+    if not path.exists():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", fix="save the adapter again", path=path) from error
+    system = facts.get("system") if isinstance(facts, dict) else facts
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"`system` must be text or null, is {system!r}", fix="save the adapter again", path=path)
+    return system

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lamella.data.formats import THINK_CLOSE, THINK_OPEN
 from lamella.errors import UserError
 
 Status = Literal["answered", "truncated", "empty", "invalid"]
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def normalise_label(text: str) -> str:

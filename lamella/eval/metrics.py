@@ -1,4 +1,4 @@
-"""Accuracy and F1 with bootstrap intervals over documents.
+"""Accuracy, macro-F1 and micro-F1 with bootstrap intervals over documents, all three from the same draws.
 
 Rules, everywhere the same:
 - The label set is the task's, fixed before anything is predicted. An answer that is no label (invalid, truncated,
@@ -6,6 +6,8 @@ Rules, everywhere the same:
 - A label without gold rows in what is measured has no recall; it is left out of the macro average and named.
   Predicting it still is a miss for the gold label.
 - A label that has gold rows and no right answer has F1 0.
+- Micro-F1 counts over all labels of a tenant: an answer that is no label costs recall alone, so with such answers it lies
+  above accuracy, and without them the two are equal.
 
 Shape suffixes: D documents, L labels, B resamples.
 """
@@ -86,16 +88,17 @@ class TenantMetrics:
     """Figures of one tenant.
 
     Attributes:
-        accuracy_answered: over answered rows only; None when there is none.
+        accuracy: right answers among all rows.
+        accuracy_answered: right answers among answered rows; None when there is none.
         no_label: answers that gave no label: invalid, truncated and empty together.
     """
 
     rows: int
     documents: int
-    accuracy: float
+    accuracy: Interval
     accuracy_answered: float | None
     macro_f1: Interval
-    micro_f1: float
+    micro_f1: Interval
     invalid: int
     truncated: int
     empty: int
@@ -107,11 +110,18 @@ class TenantMetrics:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Figures of one system. `average` is the unweighted mean over tenants."""
+    """Figures of one system; averages are unweighted means over tenants.
+
+    Attributes:
+        average: macro-F1.
+        accuracy_answered: over tenants with answered rows; None when there is none.
+    """
 
     tenants: dict[str, TenantMetrics]
     average: Interval
-    accuracy: float
+    average_accuracy: Interval
+    average_micro_f1: Interval
+    accuracy_answered: float | None
     rows: int
     invalid: int
     truncated: int
@@ -140,6 +150,21 @@ def macro_f1(tp_xL: NDArray, fp_xL: NDArray, fn_xL: NDArray) -> Floats:
     return f1.sum(-1) / np.maximum(present.sum(-1), 1)
 
 
+def micro_f1(tp_xL: NDArray, fp_xL: NDArray, fn_xL: NDArray) -> Floats:
+    """Micro-F1 along the last axis: F1 of the counts of all labels together."""
+    tp, fp, fn = tp_xL.sum(-1), fp_xL.sum(-1), fn_xL.sum(-1)
+    return 2 * tp / np.maximum(2 * tp + fp + fn, 1)
+
+
+def accuracy(tp_xL: NDArray, fp_xL: NDArray, fn_xL: NDArray) -> Floats:
+    """Share of right answers along the last axis; every row is a right answer or a miss of its gold label."""
+    tp, fn = tp_xL.sum(-1), fn_xL.sum(-1)
+    return tp / np.maximum(tp + fn, 1)
+
+
+FIGURES = {"macro_f1": macro_f1, "micro_f1": micro_f1, "accuracy": accuracy}
+
+
 def document_counts(rows: Sequence[Prediction], labels: Sequence[str]) -> tuple[Ints, Ints, Ints]:
     """(true positives, false positives, false negatives), each int64 [D, L], documents sorted by key."""
     documents = {key: n for n, key in enumerate(sorted({r.document for r in rows}))}
@@ -162,14 +187,14 @@ def resample_weights(documents: int, tenant: str, resamples: int, seed: int) -> 
     return rng.multinomial(documents, np.full(documents, 1 / documents), size=resamples)
 
 
-def macro_f1_replicates(
+def figure_replicates(
     rows: Sequence[Prediction], labels: Sequence[str], tenant: str, resamples: int, seed: int
-) -> Floats:
-    """Macro-F1 of one tenant in each resample of its documents: float64 [B]."""
+) -> dict[str, Floats]:
+    """Each of `FIGURES` for one tenant in each resample of its documents: name -> float64 [B]."""
     counts = document_counts(rows, labels)
     weights_BD = resample_weights(len(counts[0]), tenant, resamples, seed)
     tp, fp, fn = (weights_BD @ count_DL for count_DL in counts)
-    return macro_f1(tp, fp, fn)
+    return {name: figure(tp, fp, fn) for name, figure in FIGURES.items()}
 
 
 def interval(value: float, replicates_B: Floats) -> Interval:
@@ -195,10 +220,10 @@ def tenant_metrics(
     rows: Sequence[Prediction], labels: Sequence[str], tenant: str, *, resamples: int = 1000, seed: int = 0
 ) -> TenantMetrics:
     """All figures of one tenant's rows over its fixed label set."""
-    return _tenant_metrics(rows, labels, macro_f1_replicates(rows, labels, tenant, resamples, seed))
+    return _tenant_metrics(rows, labels, figure_replicates(rows, labels, tenant, resamples, seed))
 
 
-def _tenant_metrics(rows: Sequence[Prediction], labels: Sequence[str], replicates_B: Floats) -> TenantMetrics:
+def _tenant_metrics(rows: Sequence[Prediction], labels: Sequence[str], replicates: dict[str, Floats]) -> TenantMetrics:
     column = {label: n for n, label in enumerate(labels)}
     gold = np.array([column[r.gold] for r in rows])
     predicted = np.array([-1 if r.label is None else column[r.label] for r in rows])  # -1: no label, never averaged
@@ -211,10 +236,12 @@ def _tenant_metrics(rows: Sequence[Prediction], labels: Sequence[str], replicate
     return TenantMetrics(
         rows=len(rows),
         documents=len({r.document for r in rows}),
-        accuracy=right / len(rows),
+        accuracy=interval(right / len(rows), replicates["accuracy"]),
         accuracy_answered=right / counts["answered"] if counts["answered"] else None,
-        macro_f1=interval(f1[present].mean(), replicates_B),
-        micro_f1=float(f1_score(gold, predicted, labels=each, average="micro", zero_division=0)),
+        macro_f1=interval(f1[present].mean(), replicates["macro_f1"]),
+        micro_f1=interval(
+            f1_score(gold, predicted, labels=each, average="micro", zero_division=0), replicates["micro_f1"]
+        ),
         invalid=counts["invalid"],
         truncated=counts["truncated"],
         empty=counts["empty"],
@@ -242,14 +269,21 @@ def measure(
 ) -> Metrics:
     """Figures per tenant and their average, with intervals from resampling each tenant's documents."""
     parts = _by_tenant(rows)
-    replicates = {t: macro_f1_replicates(part, labels[t], t, resamples, seed) for t, part in parts.items()}
+    replicates = {t: figure_replicates(part, labels[t], t, resamples, seed) for t, part in parts.items()}
     tenants = {t: _tenant_metrics(part, labels[t], replicates[t]) for t, part in parts.items()}
     counts = Counter(r.status for r in rows)
-    mean = float(np.mean([m.macro_f1.value for m in tenants.values()]))
+    answered = [m.accuracy_answered for m in tenants.values() if m.accuracy_answered is not None]
+
+    def average(figure: str) -> Interval:
+        value = float(np.mean([getattr(m, figure).value for m in tenants.values()]))
+        return interval(value, np.mean([by_name[figure] for by_name in replicates.values()], axis=0))
+
     return Metrics(
         tenants=tenants,
-        average=interval(mean, np.mean(list(replicates.values()), axis=0)),
-        accuracy=sum(r.correct for r in rows) / len(rows),
+        average=average("macro_f1"),
+        average_accuracy=average("accuracy"),
+        average_micro_f1=average("micro_f1"),
+        accuracy_answered=float(np.mean(answered)) if answered else None,
         rows=len(rows),
         invalid=counts["invalid"],
         truncated=counts["truncated"],
@@ -291,7 +325,7 @@ def paired_difference(
         values, replicates = [], []
         for rows in (part, second[tenant]):
             values.append(macro_f1(*(c.sum(0) for c in document_counts(rows, labels[tenant]))))
-            replicates.append(macro_f1_replicates(rows, labels[tenant], tenant, resamples, seed))
+            replicates.append(figure_replicates(rows, labels[tenant], tenant, resamples, seed)["macro_f1"])
         draws.append(replicates[1] - replicates[0])
         tenants[tenant] = interval(float(values[1] - values[0]), draws[-1])
     mean_B = np.mean(draws, axis=0)

@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from lamella.console import progress
+from lamella.data.formats import THINK_CLOSE, THINK_OPEN
 from lamella.errors import UserError
-from lamella.eval.labels import THINK_CLOSE, THINK_OPEN, parse_generation
+from lamella.eval.labels import parse_generation
 from lamella.eval.metrics import Metrics, Prediction, measure
 from lamella.eval.scoring import Ids, score_prompts
 from lamella.eval.task import Task, TaskRow
@@ -24,6 +25,11 @@ Mode = Literal["likelihood", "constrained", "generate"]
 
 class PromptEncoder(Protocol):
     """Messages to token ids, the way training encodes them: prompt and answer apart, then joined."""
+
+    @property
+    def system(self) -> str | None:
+        """System text it adds to chats without a system turn, as the adapter's training did."""
+        ...
 
     @property
     def stop_ids(self) -> set[int]:
@@ -71,6 +77,13 @@ class SystemResult:
     predictions: tuple[Prediction, ...]
     metrics: Metrics
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What sets its prompts apart from those of the other systems, or from its training."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that people must be told beside the figures."""
+        return [*self.notes, *self.metrics.warnings]
 
     @property
     def seconds_per_row(self) -> float:
@@ -79,12 +92,12 @@ class SystemResult:
 
 def summarise(
     task: Task, name: str, predictions: Sequence[Prediction], *, mode: str, shots: int = 0, start_s: float, seed: int,
-    resamples: int,
+    resamples: int, notes: Sequence[str] = (),
 ) -> SystemResult:  # fmt: skip
     """Measure predictions; `start_s` is the `time.monotonic()` at which the system began."""
     seconds = time.monotonic() - start_s
     metrics = measure(predictions, task.labels, resamples=resamples, seed=seed)
-    return SystemResult(name, mode, shots, tuple(predictions), metrics, seconds)
+    return SystemResult(name, mode, shots, tuple(predictions), metrics, seconds, tuple(notes))
 
 
 def evaluate(
@@ -108,8 +121,9 @@ def evaluate(
         mode: "likelihood": the label whose tokens and terminator are likeliest; "constrained": what greedy decoding
             writes when it may write labels only; "generate": greedy decoding without limits, then parsed.
         shots: few-shot examples per prompt, from the tenant's training rows.
-        batch_tokens: token budget of a micro-batch (of all rows generating together in "generate"); changes memory
-            and speed, not the numbers.
+        batch_tokens: token budget of a micro-batch (of all rows generating together in "generate"). In fp32 it changes
+            memory and speed alone; in bf16 and fp16 scores move by rounding too (1e-2 to 1e-1 nats), so labels that are
+            nearly tied may change.
         walk_tokens: token budget of all micro-batches that are scored in one walk through the layers.
         length_normalise: compare log-probabilities per label token ("likelihood" only).
         max_new_tokens: limit of "generate"; None: the task's.
@@ -129,7 +143,7 @@ def evaluate(
         for tenant in task.tenants:
             rows = task.rows_of(tenant)
             examples = task.choose_shots(tenant, shots, seed)
-            prompts = [tuple(encoder.prompt_ids(task.messages(r, examples))) for r in rows]
+            prompts = [_prompt_ids(task, encoder, r, examples) for r in rows]
             if mode == "generate":
                 _check_context(engine, rows, prompts, limit)
                 predictions += _generate(task, engine, encoder, rows, prompts, limit, batch_tokens, meter.advance)
@@ -141,7 +155,37 @@ def evaluate(
                 engine, prompts, trie, batch_tokens=batch_tokens, walk_tokens=walk_tokens, on_rows=meter.advance
             )
             predictions += _label_predictions(rows, trie, edges_NE, mode, length_normalise)
-    return summarise(task, name, predictions, mode=mode, shots=shots, start_s=start_s, seed=seed, resamples=resamples)
+    return summarise(
+        task, name, predictions, mode=mode, shots=shots, start_s=start_s, seed=seed, resamples=resamples,
+        notes=_system_notes(task, encoder.system),
+    )  # fmt: skip
+
+
+def _system_notes(task: Task, trained: str | None) -> list[str]:
+    """What there is to say when an adapter brings a system text (`data.system` of its training)."""
+    if trained is None:
+        return []
+    if task.config.system is None:
+        return [f"its prompts begin with the system text of the adapter's training, {trained[:60]!r}"]
+    other = [tenant for tenant in task.tenants if task.system_text(tenant) != trained]
+    if not other:
+        return []
+    return [
+        f"the task's `system` is not the text the adapter was trained with ({trained[:60]!r}) for {', '.join(other)}; "
+        "the task's is used"
+    ]
+
+
+def _row_error(row: TaskRow, what: str, fix: str) -> UserError:
+    path, line = row.place or (None, None)
+    return UserError(f"row {row.id!r} of tenant {row.tenant!r}: {what}", fix=fix, path=path, line=line)
+
+
+def _prompt_ids(task: Task, encoder: PromptEncoder, row: TaskRow, examples: Sequence[TaskRow]) -> Ids:
+    try:
+        return tuple(encoder.prompt_ids(task.messages(row, examples)))
+    except UserError as error:
+        raise _row_error(row, error.what, error.fix) from error
 
 
 def _check_context(engine: EvalEngine, rows: Sequence[TaskRow], prompts: Sequence[Ids], answer_tokens: int) -> None:
@@ -151,10 +195,11 @@ def _check_context(engine: EvalEngine, rows: Sequence[TaskRow], prompts: Sequenc
         return
     for row, ids in zip(rows, prompts, strict=True):
         if len(ids) + answer_tokens > context:
-            raise UserError(
-                f"row {row.id!r} of tenant {row.tenant!r}: {len(ids)} prompt tokens and up to {answer_tokens} answer "
-                f"tokens do not fit the model's context of {context}",
-                fix="use fewer few-shot examples, a shorter prompt, or leave the row out",
+            raise _row_error(
+                row,
+                f"{len(ids)} prompt tokens and up to {answer_tokens} answer tokens do not fit the model's context of "
+                f"{context}",
+                "use fewer few-shot examples, a shorter prompt, or leave the row out",
             )
 
 

@@ -24,6 +24,8 @@ def measure_systems(
 ) -> tuple[list[SystemResult], dict[str, Any]]:  # fmt: skip
     """Measure the base without and with examples, every adapter, and the baselines, on the same rows and prompts.
 
+    Where the task has no system text, an adapter's prompts get the one it was trained with; the result says so.
+
     Args:
         adapters: folders in PEFT format; each is named `tuned` (or `tuned: FOLDER` if there are several).
         shots: examples of the few-shot prompt; 0 leaves that system out. Other names as in `evaluate`.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -18,37 +17,58 @@ from lamella.errors import UserError
 from lamella.eval.metrics import MACRO_RULE, Interval, paired_difference
 from lamella.eval.run import SystemResult
 from lamella.eval.task import Task
+from lamella.files import write_text
 
 
-def compare_table(results: Sequence[SystemResult]) -> Table:
-    """One row per system: macro-F1 with 95 % interval per tenant and on average, accuracy, answers without a label.
+def compare_table(results: Sequence[SystemResult]) -> Group:
+    """Two tables with one row per system: macro-F1 by tenant; averages over tenants, and answers without a label.
 
-    The table is as wide as it needs to be; figures are never cut.
+    The tables are as wide as they need to be; figures are never cut.
     """
     first = results[0].metrics
     assert all(r.metrics.rows == first.rows for r in results), "systems in one table must answer the same rows"
+    return Group(tenant_table(results), average_table(results))
+
+
+def tenant_table(results: Sequence[SystemResult]) -> Table:
+    """Macro-F1 with 95 % interval per tenant and on average."""
+    first = results[0].metrics
+    headings = [f"{t}\n{m.rows} rows\n{len(m.labels)} labels" for t, m in first.tenants.items()]
+    rows = [
+        [r.name, *(_two_lines(r.metrics.tenants[t].macro_f1) for t in first.tenants), _two_lines(r.metrics.average)]
+        for r in results
+    ]
     title = f"macro-F1 [95 % interval over documents], {first.rows} rows"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    for tenant, metrics in first.tenants.items():
-        table.add_column(f"{tenant}\n{metrics.rows} rows\n{len(metrics.labels)} labels", justify="right", no_wrap=True)
-    headings = ["average", "accuracy", "invalid", "truncated", "ms/row"]
-    with_empty = any(r.metrics.empty for r in results)
-    if with_empty:
-        headings.insert(-1, "empty")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    return _table(title, ["system", *headings, "average"], rows)
+
+
+def average_table(results: Sequence[SystemResult]) -> Table:
+    """Averages over tenants with 95 % intervals; accuracy on answered rows; answers without a label; time."""
+    rows = []
     for result in results:
         m = result.metrics
-        counts = [m.invalid, m.truncated, *([m.empty] if with_empty else [])]
-        table.add_row(
-            result.name, *(_two_lines(m.tenants[t].macro_f1) for t in first.tenants), _two_lines(m.average),
-            f"{m.accuracy:.3f}", *(f"{n}\n{100 * n / m.rows:.1f} %" if n else "0" for n in counts),
-            f"{1000 * result.seconds_per_row:.1f}",
-        )  # fmt: skip
+        answered = "-" if m.accuracy_answered is None else _figure(m.accuracy_answered)
+        counts = (f"{n} ({100 * n / m.rows:.1f} %)" if n else "0" for n in (m.invalid, m.truncated, m.empty))
+        rows.append([result.name, str(m.average_accuracy), str(m.average_micro_f1), answered, *counts,
+                     f"{1000 * result.seconds_per_row:.1f}"])  # fmt: skip
+    title = "averages over tenants [95 % interval]; invalid, truncated and empty answers are wrong"
+    headings = ["system", "accuracy", "micro-F1", "accuracy\nanswered", "invalid", "truncated", "empty", "ms/row"]
+    return _table(title, headings, rows)
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for n, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if n else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     measured = Console(width=10_000)
-    table.width = Measurement.get(measured, measured.options, table).maximum
+    table.width = max(Measurement.get(measured, measured.options, table).maximum, len(title))
     return table
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}".removeprefix("0") if value < 1 else f"{value:.3f}"
 
 
 def _two_lines(figure: Interval) -> str:
@@ -88,7 +108,7 @@ def to_json(task: Task, results: Sequence[SystemResult]) -> dict[str, Any]:
                 "seconds": r.seconds,
                 "seconds_per_row": r.seconds_per_row,
                 **r.metrics.to_json(),
-                "warnings": r.metrics.warnings,
+                "warnings": r.warnings,
             }
             for r in results
         ],
@@ -115,21 +135,9 @@ def write_results(
     document = json.dumps({**(facts or {}), **to_json(task, results)}, ensure_ascii=False, indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(folder / "predictions.jsonl", lines)
-        _write_atomically(folder / "metrics.json", [document])
+        write_text(folder / "predictions.jsonl", lines)
+        write_text(folder / "metrics.json", document)
     except OSError as error:
         raise UserError(
             f"results cannot be written: {error}", fix="give a writable folder with -o", path=folder
         ) from error
-
-
-def _write_atomically(path: Path, parts: Iterable[str]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

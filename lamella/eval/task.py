@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import string
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -10,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator
 
-from lamella.config import Section
-from lamella.config import explain_validation
+from lamella.config import Section, explain_validation
 from lamella.data.read import read_rows
 from lamella.errors import UserError
 from lamella.eval.labels import LabelParser
@@ -87,6 +87,12 @@ class TaskRow(Section):
     """Identity; default: `file:line`."""
     split: Literal["train", "test"] | None = None
     """Side, for rows of `data` files."""
+    _place: tuple[Path, int] | None = PrivateAttr(default=None)
+
+    @property
+    def place(self) -> tuple[Path, int] | None:
+        """File and line it was read from."""
+        return self._place
 
     @property
     def document(self) -> str:
@@ -128,6 +134,11 @@ class Task:
     def user_text(self, row: TaskRow) -> str:
         return self.config.prompt.format(text=row.text, entity=row.entity, **self._fields(row.tenant))
 
+    def system_text(self, tenant: str) -> str | None:
+        """System turn of a tenant's prompts; None: no such turn."""
+        system = self.config.system
+        return None if system is None else system.format(**self._fields(tenant))
+
     def _fields(self, tenant: str) -> dict[str, str]:
         labels = ", ".join(self.labels[tenant])
         return {"tenant": tenant, "labels": labels, "instructions": self.config.instructions.get(tenant, "")}
@@ -135,8 +146,8 @@ class Task:
     def messages(self, row: TaskRow, shots: Sequence[TaskRow] = ()) -> list[dict[str, str]]:
         """Turns that ask for `row`'s label: system, one user and one assistant turn per shot, the question."""
         turns = []
-        if self.config.system is not None:
-            turns.append({"role": "system", "content": self.config.system.format(**self._fields(row.tenant))})
+        if (system := self.system_text(row.tenant)) is not None:
+            turns.append({"role": "system", "content": system})
         for shot in shots:
             turns.append({"role": "user", "content": self.user_text(shot)})
             turns.append({"role": "assistant", "content": shot.label})
@@ -252,7 +263,7 @@ def build_task(config: TaskConfig, train: Iterable[TaskRow], test: Iterable[Task
 
 def _validate(model: type[BaseModel], tree: Any, path: Path, line: int | None = None) -> Any:
     try:
-        return model.model_validate(tree)
+        return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         told = explain_validation(error, path, model)
         raise UserError(told.what, fix=told.fix, path=path, line=line) from error
@@ -268,7 +279,9 @@ def read_task_rows(path: Path) -> list[TaskRow]:
                 column=raw.problem.column,
             )  # fmt: skip
         row: TaskRow = _validate(TaskRow, raw.value, path, raw.line)
-        rows.append(row if row.id is not None else row.model_copy(update={"id": f"{path.name}:{raw.line}"}))
+        row = row if row.id is not None else row.model_copy(update={"id": f"{path.name}:{raw.line}"})
+        row._place = (path, raw.line)
+        rows.append(row)
     return rows
 
 

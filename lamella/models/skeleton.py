@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -77,6 +78,8 @@ def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> Pretra
         raise UserError("config.json names no model_type", path=file, fix="use a Hugging Face model folder")
     try:
         config = AutoConfig.for_model(**raw)
+    except (TypeError, ZeroDivisionError, AttributeError, StrictDataclassError) as error:
+        raise UserError(f"transformers cannot read it: {error}", path=file, fix="correct config.json") from error
     except ValueError as error:
         raise UserError(f"transformers does not know model_type {raw['model_type']!r}", path=file,
                         fix="update transformers, or use another model") from error  # fmt: skip
@@ -113,9 +116,10 @@ class Skeleton:
                     config, dtype=dtype, attn_implementation=attention.NAME,
                     experts_implementation=experts.NAME,
                 )  # fmt: skip
-        except ValueError as error:
-            raise UserError(f"{config.model_type}: transformers cannot build a decoder: {error}",
-                            fix="use a causal language model") from error  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError) as error:
+            raise UserError(f"{config.model_type}: transformers cannot build a decoder from config.json: "
+                            f"{type(error).__name__}: {error}",
+                            fix="correct config.json, or use a causal language model") from error  # fmt: skip
         self.model: PreTrainedModel = model.eval()
         config = self.config = model.config
         config._experts_implementation = experts.NAME

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lamella.errors import UserError
+from lamella.files import write_text
 from lamella.report.charts import Tick, line_chart, running_mean
 from lamella.units import format_bytes, format_count, format_seconds
 
@@ -53,11 +53,7 @@ def write_report(run_dir: Path, target: Path | None = None) -> Path:
     if not run_dir.is_dir():
         raise UserError("no such folder", fix="give the folder of a run, such as runs/demo", path=run_dir)
     html = render(run_dir)
-    target = target or run_dir / "report.html"
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    scratch.write_text(html, encoding="utf-8")
-    os.replace(scratch, target)
-    return target
+    return write_text(target or run_dir / "report.html", html)
 
 
 def render(run_dir: Path) -> str:
@@ -95,16 +91,17 @@ def render(run_dir: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's whole lines. A last one without its newline is still being written, or was cut by a kill: left out."""
     if not path.is_file():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # not JSON, or not UTF-8
                 raise UserError(
-                    f"not JSON: {error.msg}", fix="repair or delete the line", path=path, line=number
+                    f"not JSON: {error}", fix="repair or delete the line", path=path, line=number
                 ) from error
     return rows
 

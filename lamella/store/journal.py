@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +134,3 @@ def _entry(line: bytes, folder: Path, number: int) -> dict[str, Any]:
     except ValueError as error:
         raise UserError("is not a journal line", fix="delete that folder and run again",
                         path=folder / JOURNAL_NAME, line=number) from error  # fmt: skip
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def free_bytes(folder: Path) -> int:
-    """Space left for this user on the folder's file system."""
-    return shutil.disk_usage(folder).free

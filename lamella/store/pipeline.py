@@ -8,7 +8,6 @@ The second level of scales is made when a tensor's last chunk is through: it nee
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import threading
@@ -25,8 +24,9 @@ from torch import Tensor
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.source import Checkpoint
 from lamella.errors import UserError
+from lamella.files import free_bytes, is_disk_full
 from lamella.kernels import quantize_absmax, quantize_nf4
-from lamella.store.journal import Journal, free_bytes
+from lamella.store.journal import Journal
 from lamella.store.layout import TORCH_DTYPE, Planned, PlannedGroup
 from lamella.units import format_bytes
 
@@ -276,7 +276,7 @@ class _Writer:
 
 def disk_error(error: OSError, folder: Path, left_bytes: int) -> UserError:
     """A failed write, told with the bytes that are still needed and those that are free."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if is_disk_full(error):
         free = free_bytes(folder)
         what = f"disk is full: {format_bytes(left_bytes)} still to write, {format_bytes(free)} free"
         return UserError(what, fix="make room and run the same command again; finished layers are kept", path=folder)

@@ -6,15 +6,15 @@ files a later run keeps, and one rename ends it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lamella import __version__
+from lamella.checkpoint.defaults import defaulted
 from lamella.checkpoint.facts import QUANTISED_CLASSES, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.header import TensorInfo
@@ -22,7 +22,8 @@ from lamella.checkpoint.source import INDEX_NAME, Checkpoint
 from lamella.checkpoint.tied import Tying, find_tying
 from lamella.console import notice, progress
 from lamella.errors import UserError
-from lamella.store.journal import JOURNAL_NAME, Journal, check_writable, free_bytes, partial_path, sync_folder
+from lamella.files import file_checksum, free_bytes, fsync_path, write_bytes, write_json
+from lamella.store.journal import JOURNAL_NAME, Journal, check_writable, partial_path
 from lamella.store.layout import TORCH_DTYPE, PlannedGroup, Wanted, plan_group
 from lamella.store.manifest import (
     FORMAT_VERSION,
@@ -34,7 +35,6 @@ from lamella.store.manifest import (
     manifest_bytes,
 )
 from lamella.store.report import report_notices, report_rows
-from lamella.store.verify import file_checksum
 from lamella.units import format_bytes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
@@ -80,6 +80,7 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
         name = f"layers/{i:05d}.bin"
         groups.append(plan_group(str(i), name, wanted, settings.block_size, settings.double_quant))
     notices = [tying.conflict] if tying.conflict else []
+    notices += defaulted(checkpoint.config, checkpoint.path)
     if layout.beyond:
         nbytes = sum(t.nbytes for t in layout.beyond)
         notices.append(f"left out: {len(layout.beyond)} tensors ({format_bytes(nbytes)}) of multi-token prediction, "
@@ -107,7 +108,12 @@ def _want(tensor: TensorInfo, prefix: str, num_experts: int | None, settings: Qu
 
 
 def quantize_checkpoint(
-    source: str | Path, store: Path, settings: QuantizeSettings | None = None, *, threads: int | None = None
+    source: str | Path,
+    store: Path,
+    settings: QuantizeSettings | None = None,
+    *,
+    threads: int | None = None,
+    check: Callable[[Path, bool, dict[str, tuple[int, ...]]], None] | None = None,
 ) -> Manifest:
     """Make the layer store `store` from a checkpoint, or go on with an interrupted one.
 
@@ -116,6 +122,9 @@ def quantize_checkpoint(
         store: folder to make; must not exist yet.
         threads: CPU threads of the kernels; None: torch's. bitsandbytes' offsets (a mean by torch) may differ
             in their last bit with another number of threads.
+
+        check: called with the checkpoint's folder, whether its head is tied and the shapes of all tensors to be stored,
+            before anything is written; refuses by raising.
 
     Raises:
         UserError: `store` exists or cannot be written, bad checkpoint, a partial store of another source or
@@ -129,6 +138,9 @@ def quantize_checkpoint(
         raise UserError(f"block size {settings.block_size} is not a power of two from 32 to 4096", fix="use 64")
     with Checkpoint.open(source) as checkpoint:
         plan = plan_store(checkpoint, settings)
+        if check is not None:
+            stored = [planned.tensor for group in plan.groups for planned in group.tensors]
+            check(checkpoint.path, plan.tying.tied, {t.name: tuple(t.shape) for t in stored})
         for line in plan.notices:
             notice(line)
         head = journal_head(checkpoint, plan, settings)
@@ -187,6 +199,8 @@ def _finish(
 
     partial = partial_path(store)
     try:
+        for stray in partial.glob(".*.partial"):  # a kill in the middle of writing a small file
+            stray.unlink()
         files = _copy_files(checkpoint, plan.tying.tied, partial)
         groups = [_group(planned, journal.done[planned.key]) for planned in plan.groups]
         manifest = Manifest(
@@ -198,12 +212,12 @@ def _finish(
             outer=groups[0], layers=tuple(groups[1:]),
         )  # fmt: skip
         data = manifest_bytes(manifest)
-        _write_synced(partial / MANIFEST_NAME, data)
-        sync_folder(partial / "layers")
-        sync_folder(partial)
+        write_bytes(partial / MANIFEST_NAME, data)
+        fsync_path(partial / "layers")
+        fsync_path(partial)
         os.rename(partial, store)
         (store / JOURNAL_NAME).unlink()
-        sync_folder(store.resolve().parent)
+        fsync_path(store.resolve().parent)
     except OSError as error:
         raise disk_error(error, partial, _SPARE_BYTES) from error
     return Manifest.model_validate_json(data)
@@ -234,14 +248,20 @@ def _copy_files(checkpoint: Checkpoint, tied: bool, partial: Path) -> dict[str, 
             if config is None:
                 shutil.copyfile(file, target)
             else:
-                _write_synced(target, json.dumps(config, indent=2).encode() + b"\n")
+                write_json(target, config, indent=2)
             copied[name] = CopiedFile(nbytes=target.stat().st_size, checksum=file_checksum(target))
     return copied
 
 
 def _corrected(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
-    """config.json with the tying in effect, or None where it says so already."""
+    """config.json with the tying in effect, or None where it says so already.
+
+    A `text_config` of no model type of its own describes no inner model: its keys move to the top, where they are read.
+    """
     nested = config.get("text_config")
+    if isinstance(nested, dict) and nested.get("model_type") in (None, config.get("model_type")):
+        top = {key: value for key, value in config.items() if key != "text_config"}
+        return {**top, **nested, "tie_word_embeddings": tied}
     wrong_inside = isinstance(nested, dict) and nested.get("tie_word_embeddings", tied) is not tied
     if config.get("tie_word_embeddings") is tied and not wrong_inside:
         return None
@@ -249,10 +269,3 @@ def _corrected(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
     if isinstance(nested, dict):
         new["text_config"] = {**nested, "tie_word_embeddings": tied}
     return new
-
-
-def _write_synced(file: Path, data: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -9,6 +9,7 @@ from pathlib import Path
 import xxhash
 
 from lamella.errors import UserError
+from lamella.files import file_checksum
 from lamella.store.manifest import MANIFEST_NAME, Group, Manifest, manifest_is_intact
 
 _CHUNK_BYTES = 4 << 20
@@ -39,15 +40,6 @@ def verify_store(store: Path, manifest: Manifest, progress: Callable[[int], None
     for _, group in manifest.groups():
         wrong += _verify_group(store / group.file, group, progress)
     return wrong
-
-
-def file_checksum(file: Path) -> str:
-    """xxh3_128 of a whole file, 32 hex digits."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while piece := stream.read(_CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _verify_group(file: Path, group: Group, progress: Callable[[int], None]) -> list[str]:

@@ -17,6 +17,7 @@ import xxhash
 
 from lamella.adapter import Adapter, SiteSpec
 from lamella.adapter.lora import active_experts
+from lamella.checkpoint.facts import num_routed_experts
 from lamella.config import DataConfig, RunConfig
 from lamella.console import notice, progress
 from lamella.data.batching import StepPlanner, share_rows
@@ -27,6 +28,7 @@ from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton
 from lamella.store.reader import Store
+from lamella.train.asked import rounded
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
 from lamella.units import parse_bytes
@@ -90,36 +92,87 @@ def open_rows(config: RunConfig, tokenizer: Any) -> Rows:
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """An adapter and the model it belongs to (`parts.Adapter`)."""
+    """An adapter and the model it belongs to (`parts.Adapter`).
+
+    Attributes:
+        asked: `lora.targets` of the run.
+        quantised: names of all 4-bit weights of the layers (`all-linear` means these at least).
+        facts: go into `lamella_adapter.json`.
+        beside: text files that go with every saved adapter, by name.
+    """
 
     adapter: Adapter
     skeleton: Skeleton
     base: str
+    asked: str | tuple[str, ...]
+    quantised: frozenset[str]
     facts: dict[str, Any]
+    beside: dict[str, str]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self.adapter.parameters()
 
     def save(self, folder: Path) -> None:
         self.adapter.save(folder, base=self.base, facts=self.facts)
+        for name, text in self.beside.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def load_state(self, folder: Path) -> None:
         self.adapter.load_state(Adapter.load(folder, self.skeleton).state())
 
+    def settings(self) -> dict[str, Any]:
+        return self._settings_of(self.adapter)
+
     def saved_settings(self, folder: Path) -> dict[str, Any]:
-        return settings_of(Adapter.load(folder, self.skeleton))
+        return self._settings_of(Adapter.load(folder, self.skeleton))
+
+    def _settings_of(self, adapter: Adapter) -> dict[str, Any]:
+        return settings_of(adapter) | {
+            "lora.targets": targets_of(list(adapter.sites.values()), self.asked, self.quantised)
+        }
 
 
 def settings_of(adapter: Adapter) -> dict[str, Any]:
-    """LoRA settings of an adapter under their config names; those that it does not show are left out."""
-    found: dict[str, Any] = {"lora.dropout": adapter.dropout, "lora.rslora": adapter.rslora}
-    linear = [site for site in adapter.sites.values() if site.experts is None]
-    experts = [site for site in adapter.sites.values() if site.experts is not None]
-    if linear:
-        found |= {"lora.rank": linear[0].rank, "lora.alpha": linear[0].alpha}
-    if experts:
-        found["lora.expert_rank"] = experts[0].rank
-    return found
+    """LoRA settings of an adapter under their config names, a list where pairs differ."""
+    sites = list(adapter.sites.values())
+    linear = [site for site in sites if site.experts is None]
+    experts = [site for site in sites if site.experts is not None]
+    return {
+        "lora.dropout": adapter.dropout,
+        "lora.rslora": adapter.rslora,
+        "lora.scale": _same({rounded(site.scale) for site in sites}),
+        "lora.rank": _same({site.rank for site in linear}),
+        "lora.alpha": _same({rounded(site.alpha) for site in linear}),
+        "lora.expert_rank": _same({site.rank for site in experts}),
+    }
+
+
+def _same(values: set[Any]) -> Any:
+    return next(iter(values)) if len(values) == 1 else sorted(values)
+
+
+def targets_of(sites: list[SiteSpec], asked: str | tuple[str, ...], quantised: frozenset[str]) -> Any:
+    """`lora.targets` as the pairs show it: as asked when they are exactly those, else what there is in its place.
+
+    `all-linear` is met when every 4-bit weight has a pair; names are met when each has one and no other weight has.
+    """
+    if isinstance(asked, str):
+        without = sorted(quantised - {site.key for site in sites})
+        return f"{len(without)} weights without a pair, e.g. {without[0]}" if without else asked
+    met = {target for target in asked for site in sites if _is_target(site, target)}
+    odd = {site.key for site in sites if not any(_is_target(site, target) for target in asked)}
+    return sorted(met | odd)
+
+
+def _is_target(site: SiteSpec, target: str) -> bool:
+    names = [site.key]
+    if site.parameter is not None:
+        module = site.key.rpartition(".")[0]
+        names.append(module)
+        if site.parameter == "gate_up_proj":  # the halves that transformers 5 fuses
+            names += [f"{module}.gate_proj", f"{module}.up_proj"]
+    within = f"layers.{site.layer}.{site.path}" + (f".{site.parameter}" if site.parameter else "")
+    return any(f".{name}".endswith(f".{target}") for name in names) or f".{target}".endswith(f".{within}")
 
 
 def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
@@ -182,8 +235,7 @@ def router_aux_coef(config: RunConfig, store: Store, ranks: Ranks) -> float:
         coefficient = float(model.get("router_aux_loss_coef") or 0) if model.get("output_router_logits") else 0.0
     if not coefficient:
         return 0.0
-    experts = any(model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if not experts:
+    if num_routed_experts(model) is None:
         raise UserError(
             f"train.router_aux_coef is {coefficient:g}, but {model['model_type']} has no router", fix="leave it out"
         )
@@ -250,8 +302,48 @@ def _first_losses(engine: Engine, adapter: Adapter, rows: Rows) -> dict[str, flo
     return {"base": base, "adapter": float(engine.loss_sums(batch)[0].sum()) / labels}
 
 
-def _base(store: Store, expected: dict[str, tuple[int, str]]) -> Base:
-    manifest = store.manifest
+def _quantised(engine: Engine) -> frozenset[str]:
+    """Names of the layers' 4-bit weights: modules, or expert parameters."""
+    manifest = engine.store.manifest
+    formats = {record.name: record.format for key, _ in manifest.groups() for record in engine.store.records(key)}
+    plans = engine.walk.weights.plans.values()
+    return frozenset(
+        plan.name.removesuffix(".weight")
+        for plan in plans
+        if plan.layer is not None and formats[plan.pieces[0].source] == "nf4"
+    )
+
+
+def generation_config(store: Path, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """The base's generation config, its eos ids preceded by all that end an answer in the training text.
+
+    Raises:
+        UserError: the store's `generation_config.json` is not a JSON object.
+    """
+    file, config = store / "generation_config.json", {}
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"not valid JSON: {error}", fix="quantize again", path=file) from error
+    if not isinstance(config, dict):
+        raise UserError("not a JSON object", fix="quantize again", path=file)
+    known = config.get("eos_token_id")
+    eos = [known] if isinstance(known, int) else list(known or [])
+    return {**config, "eos_token_id": list(dict.fromkeys([*stop_ids, *eos]))}
+
+
+def _beside_adapter(config: RunConfig, rows: Rows) -> dict[str, str]:
+    """What inference needs besides the weights: stop ids, and the chat template when it is not the tokenizer's own."""
+    generation = generation_config(config.store, rows.dataset.encoder.stop_ids)
+    files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
+    if config.data.chat_template is not None:
+        files["chat_template.jinja"] = config.data.chat_template.read_text(encoding="utf-8-sig")
+    return files
+
+
+def _base(engine: Engine, expected: dict[str, tuple[int, str]]) -> Base:
+    store, manifest = engine.store, engine.store.manifest
     total = sum(group.nbytes for _, group in manifest.groups())
 
     def verify() -> list[str]:
@@ -263,7 +355,7 @@ def _base(store: Store, expected: dict[str, tuple[int, str]]) -> Base:
          "parameters": row.parameters, "bytes": row.bytes_store}
         for row in manifest.report
     ]  # fmt: skip
-    return Base(manifest.checksum, store.path, tensors, verify, expected)
+    return Base(manifest.checksum, store.path, tensors, verify, engine.walk.weights.resident_checksum, expected)
 
 
 def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
@@ -286,12 +378,20 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     engine.attach(adapter)
     sites = list(adapter.sites.values())
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
-    facts = {"base_fingerprint": store.manifest.source_fingerprint, "store_checksum": store.manifest.checksum}
+    facts = {
+        "base_fingerprint": store.manifest.source_fingerprint,
+        "store_checksum": store.manifest.checksum,
+        "system": config.data.system,
+    }
+    trained = TrainedAdapter(
+        adapter, engine.skeleton, store.manifest.source, config.lora.targets, _quantised(engine), facts,
+        _beside_adapter(config, rows),
+    )  # fmt: skip
     return Parts(
         engine=engine,
-        adapter=TrainedAdapter(adapter, engine.skeleton, store.manifest.source, facts),
+        adapter=trained,
         data=rows,
-        base=_base(store, expected_parameters(config, engine.config, sites)),
+        base=_base(engine, expected_parameters(config, engine.config, sites)),
         vocab_size=engine.config.vocab_size,
         class_of=classes.__getitem__,
         validator=validation,

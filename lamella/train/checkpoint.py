@@ -11,7 +11,6 @@ name by one rename. Reading trusts a folder only when every file has the recorde
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -21,49 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lamella.errors import UserError
+from lamella.files import file_checksum, free_bytes, fsync_path, is_disk_full, write_json
 from lamella.units import format_bytes
 
 _NAME = re.compile(r"step-(\d+)")
 RECORD = "complete.json"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MARGIN_BYTES = 1 << 20  # JSON files, headers, directory blocks
-
-
-def checksum(path: Path) -> str:
-    """xxh3-128 of a file, as hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: readers see the old file or the whole new one. NaN is refused (not JSON)."""
-    temp = path.with_name(path.name + ".partial")
-    with temp.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temp, path)
 
 
 def fault_of(folder: Path) -> str:
@@ -80,7 +49,7 @@ def fault_of(folder: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-        if checksum(path) != entry["xxh3_128"]:
+        if file_checksum(path) != entry["xxh3_128"]:
             return f"{name} does not match its checksum"
     return ""
 
@@ -129,9 +98,9 @@ class Checkpoints:
     def check_space(self, need_bytes: int) -> None:
         """Raises `UserError` when the disk has less than `need_bytes` (plus a margin) free."""
         parent = next(p for p in (self.folder, *self.folder.parents) if p.is_dir())
-        free_bytes = shutil.disk_usage(parent).free
-        if free_bytes < need_bytes + _MARGIN_BYTES:
-            raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free_bytes)
+        free = free_bytes(parent)
+        if free < need_bytes + _MARGIN_BYTES:
+            raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free)
 
     def save(
         self,
@@ -167,14 +136,14 @@ class Checkpoints:
                 temp / RECORD,
                 {
                     "step": step,
-                    "files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": checksum(p)} for p in files},
+                    "files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": file_checksum(p)} for p in files},
                 },
             )
         except (OSError, SafetensorError) as error:
-            free_bytes = shutil.disk_usage(self.folder.parent).free
+            free = free_bytes(self.folder.parent)
             shutil.rmtree(temp, ignore_errors=True)
-            if _is_full(error):
-                raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free_bytes) from error
+            if is_disk_full(error):
+                raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free) from error
             raise
         if final.exists():
             self._remove(final)
@@ -189,6 +158,12 @@ class Checkpoints:
             self._remove(self.path(step))
         for pattern in ("step-*.partial", "step-*.removed"):
             for path in self.folder.glob(pattern):
+                shutil.rmtree(path)
+
+    def clear(self) -> None:
+        """Drop all checkpoints, and what killed saves left; other files stay."""
+        if self.folder.is_dir():
+            for path in [p for p in self.folder.iterdir() if _NAME.match(p.name) and p.is_dir()]:
                 shutil.rmtree(path)
 
     def _remove(self, path: Path) -> None:
@@ -208,16 +183,10 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    return any(f"os error {code}" in str(error) for code in _FULL)
-
-
-def _disk_full(folder: Path, need_bytes: int, free_bytes: int) -> UserError:
+def _disk_full(folder: Path, need_bytes: int, left_bytes: int) -> UserError:
     return UserError(
         f"not enough disk space for a checkpoint: {format_bytes(need_bytes)} ({need_bytes} bytes) needed, "
-        f"{format_bytes(free_bytes)} ({free_bytes} bytes) free",
+        f"{format_bytes(left_bytes)} ({left_bytes} bytes) free",
         fix="free some space, lower checkpoint.keep or move runs_dir; then run again with --resume. "
         "Earlier checkpoints are intact",
         path=folder,

@@ -4,7 +4,8 @@ runs/<name>/config.json                   the resolved configuration
             metrics.jsonl                 one line per step
             validation.jsonl              one line per measurement
             checkpoints/                  see `checkpoint.py`
-            adapter_model.safetensors, adapter_config.json, receipt.json     when the run ends
+            adapter_model.safetensors, adapter_config.json, generation_config.json, ...     when the run ends
+            receipt.json                  how it ended
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from typing import IO, Any, Literal
 from lamella.config import RunConfig
 from lamella.console import notice
 from lamella.errors import UserError
-from lamella.train.checkpoint import Checkpoints, load_state, write_json
+from lamella.files import write_json, write_text
+from lamella.train.checkpoint import Checkpoints, load_state
 
 Mode = Literal["auto", "resume", "fresh"]
 
-OURS = ("config.json", "metrics.jsonl", "validation.jsonl", "receipt.json", "adapter_model.safetensors",
-        "adapter_config.json", "lamella_adapter.json", "chat_template.jinja", "checkpoints")  # fmt: skip
+RESULT = ("adapter_model.safetensors", "adapter_config.json", "lamella_adapter.json", "chat_template.jinja",
+          "generation_config.json")  # fmt: skip
+"""The adapter's files: in the folder itself only while the run is `ok`."""
+OURS = ("config.json", "metrics.jsonl", "validation.jsonl", "receipt.json", "checkpoints", *RESULT)
+RESULT_PARTIAL = ".adapter.partial"
+
+_WRITTEN_BY_US = {  # keys by which a file of ours is known
+    "config.json": {"name", "runs_dir", "store", "data", "lora", "train", "checkpoint"},
+    "receipt.json": {"status", "name", "config", "base", "figures"},
+}
 
 FREE_KEYS = (
     "name", "runs_dir", "store", "init_adapter", "data.train", "data.chat_template", "validation.data",  # places
@@ -62,9 +72,7 @@ class JsonLines:
     def keep_until(self, step: int) -> None:
         """Drop lines past `step` and a torn last line, atomically."""
         kept = [line for line in self.read() if line["step"] <= step]
-        temp = self.path.with_name(self.path.name + ".partial")
-        temp.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temp, self.path)
+        write_text(self.path, (json.dumps(line, allow_nan=False) + "\n" for line in kept))
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; a last line without its newline is what a kill left, and is not read."""
@@ -92,14 +100,20 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a run begins: from this checkpoint, or (None) from the start; plus what was worth saying."""
+    """How a run begins: from this checkpoint after `step` steps, or (None) from the start; plus what was worth saying."""
 
     checkpoint: Path | None
+    step: int = 0
     notices: list[str] = field(default_factory=list)
 
 
 class RunFolder:
-    """Raises `UserError` from `open` when the folder cannot be written or another process trains in it."""
+    """`open` and `begin` only look; `start` is the first to change what is there, when all else was opened and checked.
+
+    Raises:
+        UserError: from `open`, when the folder cannot be written, another process trains in it, files in it are not
+            a run's although they have their names, or the configuration reads what the run writes.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -112,6 +126,8 @@ class RunFolder:
 
     def open(self) -> None:
         """Make the folder, prove that it can be written, and lock it against a second process."""
+        self._refuse_own_inputs()
+        self._refuse_foreign()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".write-probe"
@@ -141,14 +157,14 @@ class RunFolder:
             self._lock = None
 
     def begin(self, mode: Mode) -> Beginning:
-        """Decide between going on and starting, and leave the folder ready for it.
+        """Decide between going on and starting; changes nothing.
 
         Raises:
             UserError: `resume` without a complete checkpoint; a finished run without `fresh`; a checkpoint of another
                 configuration, with what differs.
         """
         if mode == "fresh":
-            self._clear()
+            return Beginning(None)
         found = self.checkpoints.latest()
         notices = [f"checkpoint {name} is incomplete and not used: {fault}" for name, fault in found.incomplete.items()]
         status = self._status()
@@ -167,19 +183,69 @@ class RunFolder:
                     fix="put a whole checkpoint back, set another name, or start over with --fresh",
                     path=self.path,
                 )
-            self._clear()
-            self._write_config()
-            return Beginning(None, notices)
+            return Beginning(None, notices=notices)
         state = load_state(found.path)
         notices += self._check_same(state["config"], found.path)
         if status == "ok" and mode != "resume":
             raise self._finished()
         notices.append(f"resuming {self.path} after step {state['step']} ({found.path.name})")
-        self.metrics.keep_until(state["step"])
-        self.validations.keep_until(state["step"])
-        self.receipt_path.unlink(missing_ok=True)
-        self._write_config()
-        return Beginning(found.path, notices)
+        return Beginning(found.path, state["step"], notices)
+
+    def start(self, beginning: Beginning) -> None:
+        """Leave the folder ready for the first step: without an earlier run's files, or without what came later."""
+        self.receipt_path.unlink(missing_ok=True)  # first: from here on the folder is no finished run
+        self.drop_result()
+        if beginning.checkpoint is None:
+            self.checkpoints.clear()
+            self.metrics.path.unlink(missing_ok=True)
+            self.validations.path.unlink(missing_ok=True)
+        else:
+            self.metrics.keep_until(beginning.step)
+            self.validations.keep_until(beginning.step)
+        write_json(self.path / "config.json", self.config.model_dump(mode="json"))
+
+    def drop_result(self) -> None:
+        """Take the adapter's files out of the folder; checkpoints stay."""
+        for name in RESULT:
+            (self.path / name).unlink(missing_ok=True)
+        if (self.path / RESULT_PARTIAL).is_dir():
+            shutil.rmtree(self.path / RESULT_PARTIAL)
+
+    def _refuse_own_inputs(self) -> None:
+        """What the run reads must not lie where it clears and writes."""
+        config, here = self.config, self.path.resolve()
+        inputs = {"store": [config.store], "data.train": config.data.train, "validation.data": config.validation.data,
+                  "init_adapter": [config.init_adapter], "data.chat_template": [config.data.chat_template]}  # fmt: skip
+        for name, paths in inputs.items():
+            for path in paths:
+                if path is None or not (place := path.resolve()).is_relative_to(here):
+                    continue
+                inside = place.relative_to(here).parts
+                if not inside or inside[0] in OURS:
+                    raise UserError(
+                        f"{name} = {str(path)!r} lies in the run's own folder, whose files the run replaces",
+                        fix="copy it to another place, or set another name for this run",
+                        path=self.path,
+                    )
+
+    def _refuse_foreign(self) -> None:
+        """Files that have names of ours must be a run's: starting over would delete them."""
+        present = [name for name in OURS if os.path.lexists(self.path / name)]
+        marks = {name: self._is_ours(name) for name in _WRITTEN_BY_US if name in present}
+        foreign = [name for name, ours in marks.items() if not ours] if marks else present
+        if foreign:
+            raise UserError(
+                f"the folder holds {', '.join(foreign)}, which no run of lamella wrote there",
+                fix="set another name or runs_dir, or move these files away",
+                path=self.path,
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        try:
+            tree = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(tree, dict) and tree.keys() >= _WRITTEN_BY_US[name]
 
     def _finished(self) -> UserError:
         return UserError(
@@ -204,17 +270,6 @@ class RunFolder:
                 path=checkpoint,
             )
         return [f"changed since the checkpoint: {key} {old!r} -> {new!r}" for key, (old, new) in changed.items()]
-
-    def _write_config(self) -> None:
-        write_json(self.path / "config.json", self.config.model_dump(mode="json"))
-
-    def _clear(self) -> None:
-        for name in OURS:
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
 
 
 def report_beginning(beginning: Beginning) -> None:

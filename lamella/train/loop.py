@@ -18,8 +18,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import xxhash
 
-from lamella.config import RunConfig
+from lamella.config import RunConfig, ValidationConfig
 from lamella.console import notice, progress
 from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
@@ -32,6 +33,7 @@ from lamella.train.parts import Parts, StepRows, TrainResult
 from lamella.train.ranks import Ranks
 from lamella.train.state import Best, RunState, digest_of, digests, direction, sibling, without_gradient
 
+_BAD_SHARE = 0.05  # of all steps may be skipped as bad, whatever max_bad_steps says of steps in a row
 Assemble = Callable[[RunConfig, Ranks, bool], Parts]
 
 
@@ -47,6 +49,7 @@ class Run:
     state: RunState
     initial: dict[str, str]
     zero_names: tuple[str, ...]
+    memory: str
     started_s: float
     stop: bool = False
 
@@ -81,13 +84,19 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
         assemble = assemble_parts
     if config.validation.data:
         direction(config.validation)
+    elif config.validation.metric != ValidationConfig().metric:
+        raise UserError(
+            f"validation.metric = {config.validation.metric!r}, but there is no validation.data to measure it on",
+            fix="set validation.data, or leave validation.metric out",
+        )
     ranks = Ranks.join()
     folder = RunFolder(config)
     try:
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
-        run = _open_run(config, ranks, folder, parts, beginning)
         try:
+            run = _open_run(config, ranks, folder, parts, beginning)
+            ranks.on_first(lambda: folder.start(beginning))
             return _train(run)
         finally:
             parts.engine.close()
@@ -129,9 +138,16 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
         state.best = Best(config.validation.metric, direction(config.validation))
     if beginning.checkpoint is not None:
         state.resume(load_state(beginning.checkpoint))
+        if state.step > parts.data.steps:
+            raise UserError(
+                f"the checkpoint has {state.step} steps done, but the configuration asks for {parts.data.steps}",
+                fix="raise train.steps (or train.epochs), set another name, or start over with --fresh",
+                path=beginning.checkpoint,
+            )
         parts.adapter.load_state(beginning.checkpoint)
         optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
-    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, time.perf_counter())
+    memory = parts.base.in_memory()
+    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, time.perf_counter())
 
 
 def _train(run: Run) -> TrainResult:
@@ -141,16 +157,27 @@ def _train(run: Run) -> TrainResult:
             _check_start(run)
         if not _all_steps(run):
             raise KeyboardInterrupt
-        return _finish(run)
+        _finish(run)
     except (Exception, KeyboardInterrupt) as error:
         if run.ranks.first:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            reason = str(error) or type(error).__name__
-            try:
-                receipts.write(run.folder.receipt_path, receipts.gather(_facts(run), status, reason))
-            except OSError as second:  # the disk may be what failed; the first error must not be lost
-                notice(f"warning: {run.folder.receipt_path} cannot be written: {second.strerror}")
+            _write_failure(run, error)
         raise
+    return _result(run)
+
+
+def _write_failure(run: Run, error: BaseException) -> None:
+    """The receipt of a run that did not end well; its adapter stays in the checkpoints alone."""
+    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    reason = str(error) or type(error).__name__
+    steps = run.folder.checkpoints.steps()
+    kept = run.folder.checkpoints.path(steps[-1]) if steps else None
+    try:
+        run.folder.drop_result()
+        receipts.write(run.folder.receipt_path, {**receipts.gather(_facts(run), status, reason), "kept": kept})
+    except OSError as second:  # the disk may be what failed; the first error must not be lost
+        notice(f"warning: {run.folder.receipt_path} cannot be written: {second.strerror}")
+    if kept is not None and status == "failed":
+        notice(f"the adapter as it was after step {steps[-1]} is kept in {kept}")
 
 
 def _check_start(run: Run) -> None:
@@ -224,6 +251,8 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     bad = bool(reason) and label_tokens > 0
     state.bad_steps += bad
     state.bad_in_row = state.bad_in_row + 1 if bad else 0
+    if bad and run.ranks.first:
+        notice(f"warning: step {k + 1} skipped: {reason}")
     state.step, state.epoch, state.index = k + 1, rows.epoch, rows.index + len(rows.rows)
     step_s = time.perf_counter() - begin_s
     line = {
@@ -235,6 +264,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "grad_norm": norm if math.isfinite(norm) else None,
         "learning_rate": rate,
         "rows": len(rows.rows),
+        "rows_hash": xxhash.xxh3_64_hexdigest(",".join(map(str, rows.rows)).encode()),
         "tokens": tokens,
         "label_tokens": label_tokens,
         "step_s": step_s,
@@ -264,10 +294,12 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
     except Exception as error:
+        ranks.meet(f"step {k + 1}")
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, *[0.0] * len(parameters)])
         ranks.gather(str(error) or repr(error))
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
+    ranks.meet(f"step {k + 1}")
     total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, *present])
     if total[3]:
         failures = enumerate(ranks.gather(""))
@@ -316,12 +348,22 @@ def _check_moved(run: Run) -> None:
 
 
 def _stop_if_bad(run: Run) -> None:
-    limit = max(run.config.train.max_bad_steps, 1)
-    if run.state.bad_in_row >= limit:
-        raise RunFailed(
-            f"{run.state.bad_in_row} steps in a row (to step {run.state.step}) had a non-finite loss or gradient",
-            fix="lower train.learning_rate, set train.clip_norm, or use bf16 or fp32; the last good checkpoint is kept",
+    """Raises `RunFailed` after too many bad steps in a row, or in all (`max_bad_steps`, or 5 % of the run's steps)."""
+    asked, state = run.config.train.max_bad_steps, run.state
+    most = max(asked, int(_BAD_SHARE * run.total_steps))
+    if state.bad_in_row >= max(asked, 1):
+        what = f"{state.bad_in_row} steps in a row (to step {state.step}) had a non-finite loss or gradient"
+    elif state.bad_steps > most:
+        what = (
+            f"{state.bad_steps} of {state.step} steps had a non-finite loss or gradient; at most {most} of "
+            f"{run.total_steps} may"
         )
+    else:
+        return
+    raise RunFailed(
+        what,
+        fix="lower train.learning_rate, set train.clip_norm, or use bf16 or fp32; the last good checkpoint is kept",
+    )
 
 
 def _validate(run: Run) -> bool:
@@ -358,16 +400,20 @@ def _save_here(run: Run) -> None:
     run.folder.checkpoints.prune(best)
 
 
-def _finish(run: Run) -> TrainResult:
+def _finish(run: Run) -> None:
     """Save the adapter under the run's name, prove it, write the receipt."""
     if run.state.updates == 0:
         raise RunFailed(f"none of {run.state.step} steps updated the adapter")
+    _check_memory(run)
     run.ranks.agree("trained adapter", digest_of(digests(run.optimizer.parameters, run.parts.class_of)))
     best = run.state.best
     if best is not None and best.step is not None and not run.folder.checkpoints.path(best.step).is_dir():
         run.warn(f"the best checkpoint (step {best.step}) is gone: {run.folder.checkpoints.path(best.step)}")
     facts = _facts(run)
     run.ranks.on_first(lambda: receipts.prove(facts, run.folder))
+
+
+def _result(run: Run) -> TrainResult:
     if run.ranks.first:
         receipts.show(run.folder.receipt_path)
     lines = run.folder.metrics.read()
@@ -381,11 +427,22 @@ def _finish(run: Run) -> TrainResult:
     )
 
 
+def _check_memory(run: Run) -> None:
+    """The base in memory has the bytes it started with, on every rank."""
+    changed = run.ranks.gather(run.parts.base.in_memory() != run.memory)
+    if any(changed):
+        on_rank = f" of rank {changed.index(True)}" if run.ranks.world > 1 else ""
+        raise RunFailed(
+            f"the frozen base in memory{on_rank} changed during training",
+            fix="do not use this run's adapters; when it happens again, test the machine's memory, else report it",
+        )
+
+
 def _facts(run: Run) -> receipts.Facts:
     return receipts.Facts(
         config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
         zero_names=run.zero_names, metrics=run.folder.metrics.read(), checkpoints=run.folder.checkpoints,
-        train_s=time.perf_counter() - run.started_s, world=run.ranks.world,
+        train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
     )  # fmt: skip
 
 

@@ -37,6 +37,9 @@ def learning_rate(config: TrainConfig, step_index: int, total_steps: int) -> flo
 class Optimizer:
     """AdamW (Loshchilov and Hutter, 2019; `torch.optim.AdamW`) over named fp32 parameters.
 
+    Attributes:
+        last_step_index: index of the last step that updated the parameters here; None before the first.
+
     Raises:
         UserError: no parameters.
         RunFailed: a parameter that is not fp32 (half-precision masters lose small updates).
@@ -54,6 +57,7 @@ class Optimizer:
         self.parameters = parameters
         self.config = config
         self.total_steps = total_steps
+        self.last_step_index: int | None = None
         self.adamw = torch.optim.AdamW(
             list(parameters.values()), lr=config.learning_rate, betas=config.betas, eps=config.eps,
             weight_decay=config.weight_decay, fused=True,
@@ -77,6 +81,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
+        self.last_step_index = step_index
         return rate
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -36,12 +36,13 @@ class Engine(Protocol):
 
 
 class Adapter(Protocol):
-    """`save` and `load_state` keep every bit; `saved_settings` reads rank, alpha, ... back from saved files, by their
-    names in the config (`lora.rank`)."""
+    """`save` and `load_state` keep every bit; `settings` tells targets, rank, alpha, ... by their names in the config
+    (`lora.rank`), from the pairs there are; `saved_settings` the same from saved files."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]: ...
     def save(self, folder: Path) -> Any: ...
     def load_state(self, folder: Path) -> None: ...
+    def settings(self) -> dict[str, Any]: ...
     def saved_settings(self, folder: Path) -> dict[str, Any]: ...
 
 
@@ -85,6 +86,7 @@ class Base:
         fingerprint: identity of the store's content.
         tensors: per tensor class and format: class, format, dtype, count, parameters, bytes.
         verify: names of stored tensors whose checksum differs now.
+        in_memory: checksum of the base's bytes held in memory, as they are now.
         expected: adapter parameters by class, computed from the store's shapes and the asked rank; with the formula.
     """
 
@@ -92,6 +94,7 @@ class Base:
     path: Path
     tensors: list[dict[str, Any]]
     verify: Callable[[], list[str]]
+    in_memory: Callable[[], str]
     expected: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ that went elsewhere.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,20 +22,28 @@ from lamella.errors import RunFailed, UserError
 
 T = TypeVar("T")
 
+TIMEOUT = "LAMELLA_RANK_TIMEOUT_S"
+"""Environment variable: how long ranks wait for each other (seconds)."""
+_TIMEOUT_S = 1800.0  # rank 0 alone verifies the store and saves; the others wait meanwhile
+
 
 class Ranks:
     """The group of processes this one belongs to; one process alone makes no calls."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, timeout_s: float = _TIMEOUT_S) -> None:
         self.rank = rank
         self.world = world
+        self.timeout_s = timeout_s
+        self._where = "before the first step"
 
     @classmethod
-    def join(cls, timeout_s: float = 300) -> Ranks:
+    def join(cls) -> Ranks:
         """Join the group that `torchrun` describes (WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT).
 
+        A rank that keeps the others waiting longer than `LAMELLA_RANK_TIMEOUT_S` (default 1800) ends the run.
+
         Raises:
-            UserError: WORLD_SIZE above 1 without RANK.
+            UserError: WORLD_SIZE above 1 without RANK; a time-out that is no number above 0.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world <= 1:
@@ -44,8 +53,9 @@ class Ranks:
                 f"WORLD_SIZE is {world} but RANK or MASTER_ADDR is not set",
                 fix="start with torchrun, or unset WORLD_SIZE",
             )
+        timeout_s = _timeout_s()
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size())
+        return cls(dist.get_rank(), dist.get_world_size(), timeout_s)
 
     @property
     def first(self) -> bool:
@@ -61,8 +71,16 @@ class Ranks:
             return collective()
         except RuntimeError as error:  # gloo's way to say that a peer is gone or the time is up
             raise RunFailed(
-                f"rank {self.rank} lost the other ranks: {error}", fix="see the first error of the other ranks"
+                f"rank {self.rank} lost the other ranks, {self._where}: {error}",
+                fix=f"see the first error of the other ranks; {TIMEOUT} sets how long they are waited for",
             ) from error
+
+    def meet(self, where: str) -> None:
+        """Wait here for all ranks. `where` stands in the message about a rank that does not come, with its number."""
+        self._where = f"in {where}"
+        if self.world > 1:
+            patience = timedelta(seconds=self.timeout_s)
+            self._call(lambda: dist.monitored_barrier(timeout=patience, wait_all_ranks=True))
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Sum over ranks, in float64."""
@@ -131,3 +149,14 @@ class Ranks:
         box = [value]
         self._call(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT, "")
+    try:
+        seconds = float(text) if text else _TIMEOUT_S
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(f"{TIMEOUT} is {text!r}", fix="set it to seconds, such as 600, or unset it")
+    return seconds

@@ -28,13 +28,23 @@ from lamella import __version__
 from lamella.config import RunConfig
 from lamella.console import out
 from lamella.errors import RunFailed
+from lamella.files import file_checksum, fsync_path, write_json
 from lamella.hardware.memory import peak_rss_bytes
-from lamella.train.checkpoint import Checkpoints, checksum, fsync_path, write_json
+from lamella.train.asked import (
+    asked_of_adapter,
+    asked_of_engine,
+    asked_of_optimizer,
+    compare,
+    engine_in_effect,
+    optimizer_in_effect,
+    refuse_differences,
+)
+from lamella.train.checkpoint import Checkpoints
 from lamella.train.folder import RunFolder
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts
 from lamella.train.state import RunState, digests, tensor_of
-from lamella.units import format_bytes, format_count, format_seconds, parse_bytes
+from lamella.units import format_bytes, format_count, format_seconds
 
 WEIGHTS = "adapter_model.safetensors"
 _LAST = 10  # steps whose mean is the final loss
@@ -54,90 +64,22 @@ class Facts:
     checkpoints: Checkpoints
     train_s: float
     world: int
+    memory: str
+    """Checksum of the base in memory at the start; the loop compared it at the end."""
     proof: dict[str, Any] = field(default_factory=dict)
 
 
-# --- asked and in effect
-
-
-def compare(asked: dict[str, Any], in_effect: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per setting known on both sides. `auto` and None ask for nothing, so anything is as asked."""
-    rows = []
-    for name, wish in asked.items():
-        if name in in_effect:
-            fact = in_effect[name]
-            rows.append(
-                {"setting": name, "asked": wish, "in_effect": fact, "ok": wish in ("auto", None) or wish == fact}
-            )
-    return rows
-
-
-def asked_of_engine(config: RunConfig) -> dict[str, Any]:
-    """What the config asks of the engine, in the words of `engine.facts()`."""
-    budget = config.memory.budget
-    return {
-        "dtype": config.compute.dtype,
-        "device": str(torch.device(config.compute.device)),
-        "recompute": config.memory.recompute,
-        "budget_bytes": None if budget is None else parse_bytes(budget),
-        "threads": config.compute.threads,
-        "router_aux_coef": config.train.router_aux_coef,
-    }
-
-
-def _in_effect(parts: Parts) -> dict[str, Any]:
-    return {**parts.engine.facts(), "threads": torch.get_num_threads(), "router_aux_coef": parts.aux_coef}
-
-
-def asked_of_optimizer(config: RunConfig) -> dict[str, Any]:
-    train = config.train
-    return {
-        "optimizer": "AdamW",
-        "betas": list(train.betas),
-        "eps": train.eps,
-        "weight_decay": train.weight_decay,
-        "adapter_dtype": "float32",
-    }
-
-
-def _optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
-    group = optimizer.adamw.param_groups[0]
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in optimizer.parameters.values()}
-    return {
-        "optimizer": type(optimizer.adamw).__name__,
-        "betas": list(group["betas"]),
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "adapter_dtype": "/".join(sorted(dtypes)),
-    }
-
-
-def _asked_of_adapter(config: RunConfig) -> dict[str, Any]:
-    lora = config.lora
-    return {
-        "lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.dropout": lora.dropout, "lora.rslora": lora.rslora,
-        "lora.expert_rank": lora.expert_rank,
-    }  # fmt: skip
-
-
 def check_before(config: RunConfig, parts: Parts) -> None:
-    """Raises `RunFailed` when the engine runs otherwise than asked or the adapter has not its formula's size."""
-    _refuse_differences(compare(asked_of_engine(config), _in_effect(parts)))
+    """Raises `RunFailed` when engine or adapter are otherwise than asked, or the adapter has not its formula's size."""
+    refuse_differences(
+        compare(asked_of_engine(config), engine_in_effect(parts))
+        + compare(asked_of_adapter(config, parts), parts.adapter.settings())
+    )
     for row in trainable_table(parts):
         if row["expected"] is not None and row["expected"] != row["parameters"]:
             raise RunFailed(
                 f"{row['class']}: {row['parameters']} trainable parameters, but {row['formula']} = {row['expected']}"
             )
-
-
-def _refuse_differences(rows: list[dict[str, Any]]) -> None:
-    bad = [row for row in rows if not row["ok"]]
-    if bad:
-        raise RunFailed(
-            "not what was asked: "
-            + "; ".join(f"{row['setting']} asked {row['asked']!r}, in effect {row['in_effect']!r}" for row in bad),
-            fix="ask for what is in effect, or for auto",
-        )
 
 
 # --- what trains, and what moved
@@ -219,17 +161,19 @@ def _figures(facts: Facts) -> dict[str, Any]:
 def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
     """The receipt as a JSON tree."""
     parts, state = facts.parts, facts.state
-    in_effect = _in_effect(parts)
+    in_effect = engine_in_effect(parts)
     return {
         "status": status,
         "reason": reason,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "name": facts.config.name,
-        "versions": _versions(),
+        "versions": {**_versions(), "kernels": in_effect.get("kernels")},
         "config": facts.config.model_dump(mode="json"),
         "engine": in_effect,
         "comparison": compare(asked_of_engine(facts.config), in_effect)
-        + compare(asked_of_optimizer(facts.config), _optimizer_facts(facts.optimizer)),
+        + compare(
+            asked_of_optimizer(facts.config, facts.optimizer, parts.data.steps), optimizer_in_effect(facts.optimizer)
+        ),
         "base": {"path": str(parts.base.path), "fingerprint": parts.base.fingerprint, "tensors": parts.base.tensors},
         "trainable": trainable_table(parts),
         "moved": moved_table(parts, facts.initial, state),
@@ -241,9 +185,16 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
         },
         "figures": _figures(facts),
         "best": _best(facts),
-        "warnings": state.warnings,
+        "warnings": [*state.warnings, *_bad_steps(state)],
         **facts.proof,
     }
+
+
+def _bad_steps(state: RunState) -> list[str]:
+    if not state.bad_steps:
+        return []
+    end = f", the last {state.bad_in_row} in a row" if state.bad_in_row else ""
+    return [f"{state.bad_steps} of {state.step} steps had a non-finite loss or gradient and were skipped{end}"]
 
 
 def _best(facts: Facts) -> dict[str, Any] | None:
@@ -278,23 +229,23 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     dead = [name for row in moved_table(facts.parts, facts.initial, facts.state) for name in row["dead"]]
     if dead:
         raise RunFailed(f"{len(dead)} trainable tensors did not move, e.g. {dead[0]}")
-    adapter_rows = compare(_asked_of_adapter(facts.config), facts.parts.adapter.saved_settings(folder.path))
-    _refuse_differences(adapter_rows)
+    adapter_rows = compare(asked_of_adapter(facts.config, facts.parts), facts.parts.adapter.saved_settings(folder.path))
+    refuse_differences(adapter_rows)
     damaged = facts.parts.base.verify()
     if damaged:
         raise RunFailed(f"{len(damaged)} frozen tensors changed on disk, e.g. {damaged[0]}", fix="quantize again")
-    facts.proof["frozen"] = {"verified": True, "changed": []}
+    facts.proof["frozen"] = {"verified": True, "changed": [], "memory_xxh3_128": facts.memory}
     facts.proof["adapter"] = {
         "path": str(folder.path / WEIGHTS),
         "bytes": (folder.path / WEIGHTS).stat().st_size,
-        "xxh3_128": checksum(folder.path / WEIGHTS),
+        "xxh3_128": file_checksum(folder.path / WEIGHTS),
         "read_back_equal": True,
         "finite": True,
         "zero_tensors": len(zero),
     }
     tree = gather(facts, "ok")
     tree["comparison"] += adapter_rows
-    _refuse_differences(tree["comparison"])
+    refuse_differences(tree["comparison"])
     write(folder.receipt_path, tree)
 
 
@@ -304,9 +255,6 @@ def _save_final(facts: Facts, run_dir: Path) -> None:
         shutil.rmtree(temp)
     temp.mkdir()
     facts.parts.adapter.save(temp)
-    template = facts.config.data.chat_template
-    if template is not None:
-        shutil.copyfile(template, temp / "chat_template.jinja")
     for path in sorted(temp.iterdir()):
         fsync_path(path)
         os.replace(path, run_dir / path.name)
@@ -343,7 +291,7 @@ def json_safe(value: Any) -> Any:
 
 def _versions() -> dict[str, str]:
     found = {"lamella": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    found |= {name: version(name) for name in ("transformers", "safetensors")}
+    found |= {name: version(name) for name in ("transformers", "tokenizers", "safetensors", "numpy")}
     commit = _git_commit(Path(__file__).parent)
     return {**found, **({"commit": commit} if commit else {})}
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lamella.checkpoint.facts import classify_in_layer, classify_outer, layout_of, model_facts, natural_key
+from lamella.checkpoint.facts import (
+    classify_in_layer,
+    classify_outer,
+    layout_of,
+    model_facts,
+    natural_key,
+    num_active_experts,
+    num_routed_experts,
+)
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.shapes import check_shapes
 
@@ -64,6 +72,21 @@ def test_b41_classes_in_layers(rest, shape, expected):
 def test_gate_of_a_dense_model_is_a_linear_weight():
     assert classify_in_layer("mlp.gate.weight", (128, 64), num_experts=None) == "mlp"
     assert classify_in_layer("mlp.router.weight", (8, 64), num_experts=None) == "router"
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "active"),
+    [
+        ({"num_experts": 8, "num_experts_per_tok": 2}, 8, 2),
+        ({"num_local_experts": 8, "num_experts_per_token": 3}, 8, 3),
+        ({"n_routed_experts": 4, "moe_topk": 1}, 4, 1),
+        ({"text_config": {"moe_num_experts": 16, "moe_k": 4}}, 16, 4),
+        ({"num_experts": 0}, None, 1),
+        ({}, None, 1),
+    ],
+)
+def test_expert_counts_under_the_names_families_use(config, experts, active):
+    assert (num_routed_experts(config), num_active_experts(config)) == (experts, active)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,11 @@ def sixty_five(tokenizer, n_prompt=60, n_answer=5):
 
 @pytest.mark.parametrize("max_tokens", [128, 62, 60, 32, 7])
 def test_b11_answers_are_never_cut(tmp_path, max_tokens):
-    """The prompt gives way; every label token stays, down to one token of prompt."""
+    """Our choice for rows over the limit: answers are never cut, so no row trains on a part of one.
+
+    60 tokens of prompt, 5 of answer, 1 terminator: at 62, cut_prompt takes 4 tokens from the left of the prompt and
+    keeps all 6 labels (a cut from the right would keep 2); so it goes down to one token of prompt.
+    """
     tokenizer = make_tokenizer(None, eos="<|eos|>")
     rows = [sixty_five(tokenizer)] * 8
     data = encode_rows(tmp_path, rows, tokenizer, max_tokens=max_tokens, too_long="cut_prompt")
@@ -80,6 +84,26 @@ def test_b11_rows_without_room_for_a_label_are_an_error(tmp_path, max_tokens):
     tokenizer = make_tokenizer(None, eos="<|eos|>")
     with pytest.raises(UserError, match=r"(?s)0 usable rows of 8 .* 8  no label token"):
         encode_rows(tmp_path, [sixty_five(tokenizer)] * 8, tokenizer, max_tokens=max_tokens, too_long="cut_prompt")
+
+
+@pytest.mark.parametrize("max_tokens", [128, 62, 60, 32])
+def test_b11_refuse_and_drop_do_what_they_say(tmp_path, max_tokens):
+    """`refuse` stops before training with the number of such rows; `drop` counts them, and 8 of 8 is an error."""
+    tokenizer = make_tokenizer(None, eos="<|eos|>")
+    rows = [sixty_five(tokenizer)] * 8
+    if max_tokens == 128:
+        for too_long in ("refuse", "drop"):
+            data = encode_rows(tmp_path, rows, tokenizer, max_tokens=128, too_long=too_long)
+            assert [(r.tokens, r.label_tokens) for r in data.rows] == [(66, 6)] * 8
+        return
+    with pytest.raises(UserError, match=r"(?s)0 usable rows of 8 .* 8  too long .* 66 tokens"):
+        encode_rows(tmp_path, rows, tokenizer, max_tokens=max_tokens, too_long="drop")
+    mixed = [*rows, *[{"prompt": "Q", "completion": "Z"}] * 8]
+    with pytest.raises(UserError, match=rf"8 of 16 rows are over data\.max_tokens = {max_tokens}; .* has 66 tokens"):
+        encode_rows(tmp_path, mixed, tokenizer, max_tokens=max_tokens)
+    data = encode_rows(tmp_path, mixed, tokenizer, max_tokens=max_tokens, too_long="drop", max_drop_share=0.5)
+    assert data.report.dropped == {"too long": 8}
+    assert [r.label_tokens for r in data.rows] == [2] * 8
 
 
 def test_b11_one_such_row_among_others_is_dropped_and_counted(tmp_path):

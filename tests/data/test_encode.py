@@ -121,6 +121,39 @@ def test_b12_plain_rows_get_bos_once(eos):
     assert encoding.ids[-1] == tokenizer.eos_token_id
 
 
+def doubling():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer(None, eos="<|eos|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def without_letter_a():
+    from tokenizers import Tokenizer, models
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    tok = Tokenizer(models.BPE(vocab={"b": 0}, merges=[]))
+    tok.add_special_tokens(["<s>"])
+    tok.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="<s>")
+
+
+@pytest.mark.parametrize("make", [doubling, without_letter_a])
+def test_b12_a_bos_that_cannot_be_found_is_an_error_not_lost(make):
+    with pytest.raises(UserError, match="cannot tell what the tokenizer puts before a text"):
+        Encoder(make())
+
+
+def test_b12_chats_do_not_depend_on_the_post_processor():
+    tokenizer = doubling()
+    tokenizer.chat_template = templates.BOS
+    assert encode_row(chat("a", "b"), tokenizer).ids.count(tokenizer.bos_token_id) == 1
+
+
 def test_b12_template_without_bos_gets_none():
     tokenizer = add_bos(make_tokenizer(CHATML))
     assert tokenizer.bos_token_id not in encode_row(chat("a", "b"), tokenizer).ids
@@ -290,6 +323,39 @@ def test_b19_a_normalising_tokenizer_is_noted():
     encoding = encode_row(chat("a", TEXTS[3]), tokenizer)
     assert encode.NORMALISED in encoding.notes
     assert encode_row(chat("a", TEXTS[2]), tokenizer).notes == []
+
+
+BEFORE = [
+    chat(TEXTS[3], "a"),
+    chat("a", "b", TEXTS[3], "a"),
+    {"messages": [{"role": "system", "content": TEXTS[3]}, *chat("a", "b")["messages"]]},
+    {"prompt": TEXTS[3], "completion": "a"},
+]
+
+
+@pytest.mark.parametrize(("row", "template"), [*((row, CHATML) for row in BEFORE), (BEFORE[3], None)])
+def test_b19_normalised_text_before_an_answer_is_noted(tmp_path, row, template):
+    """Questions and system texts too: what the model sees is not what the row says."""
+    from tokenizers import normalizers
+
+    tokenizer = make_tokenizer(template)
+    assert encode_row(row, tokenizer).notes == []
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert encode_row(row, tokenizer).notes == [encode.NORMALISED]
+    assert encode_rows(tmp_path, [row], tokenizer).report.notes == {encode.NORMALISED: 1}
+
+
+def test_b19_characters_that_a_prompt_loses_are_noted():
+    """A BPE without unknown token leaves out what it does not know."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("abc ")}, merges=[]))
+    tok.add_special_tokens(["</s>"])
+    tok.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="</s>")
+    assert encode_row({"prompt": "a b", "completion": "c"}, tokenizer).notes == []
+    assert encode_row({"prompt": "a ž", "completion": "c"}, tokenizer).notes == [encode.LOSSY]
 
 
 def test_b20_text_of_a_user_never_becomes_a_control_token(tmp_path):

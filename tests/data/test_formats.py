@@ -9,7 +9,7 @@ from lamella.data.formats import detect_format, read_conversation
 from lamella.data.read import RowError
 from lamella.errors import UserError
 from tests.data.helpers import encode_row, encode_rows, labels, text
-from tests.data.templates import STRICT, TOOLS, TOOLS_TEXT
+from tests.data.templates import GROUPED_TOOLS, STRICT, TOOLS, TOOLS_TEXT
 from tests.fixtures import CHATML, chat12, make_tokenizer, write_jsonl
 
 WEATHER = {
@@ -19,16 +19,17 @@ WEATHER = {
 
 
 def test_b04_row_order_does_not_matter(tmp_path):
-    row = {"messages": chat12()[3]["messages"], "system": None, "pad": "x" * 2000}
+    """12 MB: beyond the first block of any reader that fixes column types by what it has seen."""
+    row = {"messages": chat12()[3]["messages"], "system": None, "pad": "x" * 12_000}
     rows = [dict(row) for _ in range(999)] + [{**row, "system": "be brief"}]
-    assert sum(len(json.dumps(r)) for r in rows) > 2_000_000
+    assert write_jsonl(tmp_path / "rows.jsonl", rows).stat().st_size > 12_000_000
     tokenizer = make_tokenizer()
     there = encode_rows(tmp_path, rows, tokenizer).rows
     back = encode_rows(tmp_path, rows[::-1], tokenizer).rows
     assert len(there) == len(back) == 1000
     assert [r.input_ids for r in there] == [r.input_ids for r in back[::-1]]
     assert "be brief" in text(tokenizer, there[-1].input_ids)
-    assert "be brief" not in text(tokenizer, there[0].input_ids)
+    assert sum("be brief" in text(tokenizer, r.input_ids) for r in there) == 1
 
 
 def test_b04_mixed_folder_loads_in_one_form_with_counts(tmp_path):
@@ -69,19 +70,18 @@ def test_ambiguous_and_unknown_rows_are_rejected():
 
 
 def spellings():
-    arguments = {"city": 'Brno "old town"', "days": [1, 2], "note": None, "zone": {"tz": "č"}}
+    arguments = {"city": 'Brno "old town"', "days": [1, 2], "zone": {"tz": "č"}}
     for form in (arguments, json.dumps(arguments)):
         for extra in ({"content": None}, {"content": ""}, {}):
             call = {"type": "function", "function": {"name": "get_answer", "arguments": form}}
             yield {"role": "assistant", "tool_calls": [call], **extra}
 
 
-@pytest.mark.parametrize("template", [TOOLS, TOOLS_TEXT], ids=["object", "text"])
+@pytest.mark.parametrize("template", [TOOLS, TOOLS_TEXT, GROUPED_TOOLS], ids=["object", "text", "grouped"])
 def test_b05_six_spellings_of_a_tool_call_are_one(template):
     tokenizer = make_tokenizer(template)
     made = []
     for turn in spellings():
-        turn["tool_calls"][0]["function"]["arguments"] = _without_null(turn["tool_calls"][0]["function"]["arguments"])
         result = {"role": "tool", "content": "42"}
         turns = [{"role": "user", "content": "go"}, turn, result, {"role": "assistant", "content": "It is 42"}]
         made.append(encode_row({"messages": turns, "tools": [WEATHER]}, tokenizer))
@@ -91,17 +91,51 @@ def test_b05_six_spellings_of_a_tool_call_are_one(template):
     assert "None" not in whole
     assert "null" not in whole
     start, _, rest = call.partition('"arguments": ')
-    assert start == '<tool_call>\n{"name": "get_answer", '
+    assert start.removeprefix("<think>\n\n</think>\n\n") == '<tool_call>\n{"name": "get_answer", '
     decoded = json.loads(rest.removesuffix("}\n</tool_call><|im_end|>"))
     assert decoded == {"city": 'Brno "old town"', "days": [1, 2], "zone": {"tz": "č"}}
     assert "\\\\" not in whole
-    assert answer == "It is 42<|im_end|>"
+    assert answer.removeprefix("<think>\n\n</think>\n\n") == "It is 42<|im_end|>"
 
 
-def _without_null(arguments):
-    value = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-    del value["note"]
-    return json.dumps(value) if isinstance(arguments, str) else value
+@pytest.mark.parametrize("template", [TOOLS, TOOLS_TEXT, GROUPED_TOOLS], ids=["object", "text", "grouped"])
+def test_b05_calls_without_arguments_in_every_spelling_are_one(template):
+    """`arguments` as {}, "{}", "" or missing; the call bare or in `function`; with and without a type; sharegpt."""
+    tokenizer = make_tokenizer(template)
+    calls = [{"function": {"name": "get_answer", **given}} for given in
+             ({"arguments": {}}, {"arguments": "{}"}, {"arguments": ""}, {})]  # fmt: skip
+    calls += [{"type": "function", **calls[0]}, {"name": "get_answer"}, {"name": "get_answer", "arguments": "{}"}]
+    user, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": "done"}
+    rows = [
+        {"messages": [user, {"role": "assistant", "content": content, "tool_calls": [call]},
+                      {"role": "tool", "content": "42"}, answer]}
+        for call in calls for content in (None, "")
+    ]  # fmt: skip
+    rows += [
+        {"conversations": [{"from": "human", "value": "go"}, {"from": "function_call", "value": value},
+                           {"from": "observation", "value": "42"}, {"from": "gpt", "value": "done"}]}
+        for value in ({"name": "get_answer", "arguments": {}}, '{"name": "get_answer", "arguments": "{}"}')
+    ]  # fmt: skip
+    made = [encode_row({**row, "tools": [WEATHER]}, tokenizer) for row in rows]
+    assert len({(tuple(e.ids), bytes(e.mask)) for e in made}) == 1
+    call, *_ = labels(tokenizer, made[0])
+    assert '{"name": "get_answer", "arguments": {}}' in call
+    whole = text(tokenizer, made[0].ids)
+    assert not any(word in whole for word in ("None", "null", '\\"'))
+
+
+@pytest.mark.parametrize("template", [TOOLS, TOOLS_TEXT, GROUPED_TOOLS], ids=["object", "text", "grouped"])
+def test_b05_null_of_the_data_stays_json(template):
+    """An argument that *is* null is printed as JSON null in both spellings, never as None."""
+    tokenizer = make_tokenizer(template)
+    made = []
+    for arguments in ({"city": None}, '{"city": null}'):
+        call = {"function": {"name": "get_answer", "arguments": arguments}}
+        row = {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]}
+        made.append(encode_row(row, tokenizer))
+    assert made[0].ids == made[1].ids
+    assert '"arguments": {"city": null}' in text(tokenizer, made[0].ids)
+    assert "None" not in text(tokenizer, made[0].ids)
 
 
 def test_b05_no_backslash_quote_for_plain_arguments():
@@ -192,6 +226,36 @@ def test_b07_repairs_and_rejections_are_counted(tmp_path):
     assert "human says 0\n\nhuman says 1<|im_end|>" in kept[12]
     assert kept[13].endswith("gpt says 1<|im_end|>\n")
     assert "user\nsystem says 0\n\nhuman says 1<|im_end|>" in kept[14]
+    assert "put before the first user turn" in data.report.system
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["turn", "key"])
+def test_b07_the_same_kinds_with_a_system_turn_and_a_template_without(tmp_path, by_key):
+    """The five kinds of rows, each with a system text: as its first turn, or under the row's key `system`."""
+    kinds = [("human", "human", "gpt"), ("gpt", "human", "gpt"), ("human", "gpt", "human"), ("human", "bot"), ()]
+    rows = []
+    for kind in kinds:
+        row = talk(*kind)
+        if by_key:
+            row["system"] = "be brief"
+        else:
+            row["conversations"].insert(0, {"from": "system", "value": "be brief"})
+        rows.append(row)
+    tokenizer = make_tokenizer(STRICT)
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: no question: the chat begins with a turn of role 'assistant'"):
+        encode_rows(tmp_path, rows, tokenizer)
+    with pytest.raises(UserError, match=r"3 of 5 rows \(60\.0 %\) would be dropped"):
+        encode_rows(tmp_path, rows, tokenizer, bad_rows="drop")
+    data = encode_rows(tmp_path, rows, tokenizer, bad_rows="drop", max_drop_share=0.6)
+    assert data.report.dropped == {"no question": 1, "unknown role": 1, "no answer": 1}
+    assert [p.line for p in data.report.problems] == [2, 4, 5]
+    assert data.report.notes == {formats.JOINED: 1, formats.TRAILING: 1}
+    assert (data.report.rows_read, data.report.rows_kept) == (5, 2)
+    joined, cut = (text(tokenizer, r.input_ids) for r in data.rows)
+    assert joined.startswith("<|im_start|>user\nbe brief\n\nhuman says 0\n\nhuman says 1<|im_end|>")
+    assert cut.startswith("<|im_start|>user\nbe brief\n\nhuman says 0<|im_end|>")
+    assert cut.endswith("gpt says 1<|im_end|>\n")
+    assert "system" not in joined + cut
     assert "put before the first user turn" in data.report.system
 
 

@@ -24,7 +24,7 @@ def test_b01_bom_changes_nothing_and_utf16_is_refused(tmp_path):
     b = tmp_path / "b.jsonl"
     b.write_bytes(b"\xef\xbb\xbf" + a.read_bytes())
     c = tmp_path / "c.jsonl"
-    c.write_text(a.read_text(), encoding="utf-16")
+    c.write_bytes(b"\xff\xfe" + a.read_text().encode("utf-16-le"))
     bare = tmp_path / "d.jsonl"
     bare.write_bytes(a.read_text().encode("utf-16-be"))
 

@@ -316,3 +316,10 @@ def test_b42_activations_beyond_fp16_are_fine_in_fp32_and_bf16(tmp_path):
         assert out.peaks[0] > 65_504
         assert out.loss_sum > 0
         assert all(g.isfinite().all() for g in gradients.values())
+
+
+def test_a_token_beyond_the_vocabulary_is_a_user_error(made):
+    store, _ = made(dense_config())
+    engine = Engine.open(store, dtype="fp32")
+    with pytest.raises(UserError, match="token id 512 is beyond the model's vocabulary of 512"):
+        engine.logits(pack_rows([([1, 512], [])]))

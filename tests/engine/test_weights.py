@@ -36,7 +36,7 @@ def test_a_budget_is_never_exceeded():
 
 def test_too_small_a_budget_names_both_sizes(made):
     store, _ = made(dense_config(layers=4))
-    with pytest.raises(UserError, match=r"memory.budget is 0 MB.*take"):
+    with pytest.raises(UserError, match=r"memory.budget is 1 kB.*take"):
         Engine.open(store, dtype="fp32", budget_bytes=1000)
 
 
@@ -110,6 +110,9 @@ def test_unknown_device_is_a_user_error(made):
     store, _ = made(dense_config())
     with pytest.raises(UserError, match="is not a device"):
         Engine.open(store, device="gpu0")
+    for device in ("meta", "mps", "cpu:7"):
+        with pytest.raises(UserError, match="is not supported"):
+            Engine.open(store, device=device)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             Engine.open(store, device="cuda")

@@ -59,6 +59,7 @@ class TokenizerEncoder:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        self.system = None
         self.stop_ids = {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
     def prompt_ids(self, messages):

@@ -81,6 +81,26 @@ def test_b83_engine_equals_transformers_at_any_batch_size(store, task, mode):
                 assert list(p.scores.values()) == pytest.approx(list(q.scores.values()), abs=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["likelihood", "constrained"])
+def test_batch_size_and_dtype(store, task, mode):
+    """fp32: the same labels and figures at any budget. bf16: scores move by rounding, so only near ties may change."""
+    encoder = StoreEncoder.open(store)
+    for dtype, moves in (("fp32", 1e-4), ("bf16", 0.05)):
+        engine = Engine.open(Store.open(store), dtype=dtype, threads=1)
+        first, *others = (
+            evaluate(task, engine, encoder, mode=mode, batch_tokens=n, walk_tokens=4 * n, **RESAMPLES)
+            for n in (256, 1024, 4096)
+        )
+        for other in others:
+            for p, q in zip(first.predictions, other.predictions, strict=True):
+                assert list(p.scores.values()) == pytest.approx(list(q.scores.values()), abs=moves)
+                if mode == "likelihood":
+                    assert p.label == q.label or p.margin < 2 * moves
+            if dtype == "fp32":
+                assert [p.label for p in first.predictions] == [p.label for p in other.predictions]
+                assert other.metrics == first.metrics
+
+
 def test_answers_are_encoded_as_training_encodes_them(store):
     encoder = StoreEncoder.open(store)
     training = Encoder(make_tokenizer())

@@ -1,10 +1,14 @@
+import io
 import json
 from collections import Counter
 
 import pytest
+from rich.console import Console
 
 from lamella.errors import UserError
 from lamella.eval.baseline import majority_baseline, tfidf_baseline
+from lamella.eval.metrics import Prediction, measure
+from lamella.eval.run import SystemResult
 from lamella.eval.split import document_key, split_rows
 from lamella.eval.table import compare_table, to_json, write_results
 from lamella.eval.task import TaskConfig, TaskRow, build_task, load_task
@@ -190,9 +194,15 @@ def test_baselines_learn_what_is_there(tmp_path):
     assert document == json.loads(json.dumps(to_json(task, [majority, learned])))
     assert document["difference_to_first"]["TF-IDF"]["average"]["value"] == pytest.approx(0.6)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.json", "predictions.jsonl"]
-    table = compare_table([majority, learned])
-    assert table.row_count == 2
-    assert list(table.columns[1].cells)[1].startswith("1.000\n[1.000")
+    system = document["systems"][1]
+    for figure in (system["average_accuracy"], system["average_micro_f1"], system["tenants"]["a"]["micro_f1"]):
+        assert figure["value"] == figure["low"] == figure["high"] == 1.0
+    by_tenant, averages = compare_table([majority, learned]).renderables
+    assert by_tenant.row_count == averages.row_count == 2
+    assert list(by_tenant.columns[1].cells)[1].startswith("1.000\n[1.000")
+    assert [list(c.cells)[1] for c in averages.columns[:7]] == [
+        "TF-IDF", "1.000 [1.000, 1.000]", "1.000 [1.000, 1.000]", "1.000", "0", "0", "0",
+    ]  # fmt: skip
 
 
 def test_baseline_without_training_rows_is_refused():
@@ -201,3 +211,28 @@ def test_baseline_without_training_rows_is_refused():
     )
     with pytest.raises(UserError, match="no training rows"):
         tfidf_baseline(task)
+
+
+def test_b85_tables_show_every_rate_within_130_columns():
+    """Four tenants, names of 20 letters, no figure 0 or 1: the widest rows there are in practice."""
+    tenants = [f"tenant {n} of the table" for n in range(4)]
+    statuses = ("answered", "answered", "invalid", "truncated", "empty")
+    rows = [
+        Prediction(t, n, f"d{n % 37}", "ab"[n % 2], "ab"[n // 5 % 2] if n % 5 < 2 else None, statuses[n % 5])
+        for t in tenants for n in range(250)
+    ]  # fmt: skip
+    metrics = measure(rows, dict.fromkeys(tenants, ("a", "b")), resamples=100)
+    results = [
+        SystemResult(name, "generate", 0, tuple(rows), metrics, 123.4) for name in ("16-shot", "tuned: my-adapter")
+    ]
+    console = Console(width=130, soft_wrap=True, file=io.StringIO())
+    console.print(compare_table(results))
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 130
+    line = next(s for s in shown.splitlines() if "tuned" in s and "%" in s)
+    assert line.count("200 (20.0 %)") == 3
+    for figure in (metrics.average_accuracy, metrics.average_micro_f1, metrics.average):
+        assert str(figure).split()[0] in shown
+        assert str(figure).split(" ", 1)[1] in shown
+    assert f"{metrics.accuracy_answered:.3f}".removeprefix("0") in line
+    assert "answered" in shown

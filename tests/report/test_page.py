@@ -121,6 +121,16 @@ def test_broken_json_is_named_with_its_line(run):
     assert caught.value.line == 11
 
 
+@pytest.mark.parametrize("torn", [b'{"step": 10, "lo', b'{"step": 10, "loss": 1.0}', '{"note": "é'.encode()[:-1]])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl"])
+def test_a_torn_last_line_is_left_out(run, name, torn):
+    """The run goes on, or was killed in the middle of a line."""
+    whole = render(run)
+    with (run / name).open("ab") as file:
+        file.write(torn)
+    assert render(run) == whole
+
+
 def test_empty_or_missing_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match="nothing to report"):
         write_report(tmp_path)

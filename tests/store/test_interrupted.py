@@ -100,6 +100,42 @@ def test_ctrl_c_ends_all_threads_and_can_go_on(source, unbroken, tmp_path):
     assert contents(tmp_path / "store") == unbroken
 
 
+# The verb itself; says when the writer opens the fourth layer's file, and holds the writer there until stdin ends.
+HELD = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def hold(event, args):
+    if event == "open" and str(args[0]).endswith("layers/00003.bin"):
+        print("there", flush=True)
+        sys.stdin.read()
+sys.addaudithook(hold)
+sys.argv = ["lamella", *sys.argv[1:]]
+from lamella.cli import main
+main()
+"""
+
+
+def test_ctrl_c_of_the_command(source, unbroken, tmp_path):
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", HELD, "quantize", str(source), "-o", str(store)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate()  # ends stdin: the writer goes on
+    assert process.returncode == 130, told
+    assert "stopped; the same command goes on where it was" in told
+    assert "Traceback" not in told
+    assert not store.exists()
+    assert (tmp_path / "store.partial" / "layers" / "00002.bin").is_file()
+    again = run(["-m", "lamella", "quantize", str(source), "-o", str(store)])
+    assert again.returncode == 0, again.stderr
+    assert "going on: 4 of 7 files are done" in again.stderr
+    assert contents(store) == unbroken
+
+
 def test_finished_layers_are_kept(source, tmp_path, capsys):
     start(source, tmp_path / "store", 10**9, KeyboardInterrupt)  # all layers, no manifest
     stamps = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "store.partial" / "layers").iterdir()}
@@ -115,6 +151,7 @@ def test_torn_journal_line_and_damaged_file_are_made_again(source, unbroken, tmp
     with journal.open("r+b") as stream:
         stream.truncate(journal.stat().st_size - 5)
     os.truncate(tmp_path / "store.partial" / "layers" / "00002.bin", 10)
+    (tmp_path / "store.partial" / ".manifest.json.4711.partial").write_text("{")
     quantize_checkpoint(source, tmp_path / "store")
     assert contents(tmp_path / "store") == unbroken
 

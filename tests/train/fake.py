@@ -23,6 +23,7 @@ from lamella.models.layout import pack_rows
 from lamella.train.loop import train_run
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
+from lamella.units import parse_bytes
 
 BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}
 VOCAB, HIDDEN, EXPERTS, RANK = 32, 8, 4, 2
@@ -56,6 +57,10 @@ class Options:
     fail_rank: int = -1  # rank that raises in its third step
     scale_head: float = 1.0
     facts: dict = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # facts that the engine does not tell
+    spoil_base_at: int = -1  # step (from 0) in which the base changes in memory
+    stop_at: int = -1  # step (from 0) in which the process dies
+    stuck_rank: int = -1  # rank that never ends its third step
     dropout: float = 0.0
     rows: int = 60
     label_counts: list[int] = field(default_factory=list)  # label tokens of each row, in place of 1 to 10
@@ -67,10 +72,11 @@ class Options:
 
 
 class FakeAdapter:
-    def __init__(self, seed: int, kill_in_save: int = 0) -> None:
+    def __init__(self, config: RunConfig, kill_in_save: int = 0) -> None:
+        self.config = config
         self.spoil, self.full_at_save = "", 0
         self.saves, self.kill_in_save = 0, kill_in_save
-        g = torch.Generator().manual_seed(seed)
+        g = torch.Generator().manual_seed(config.train.seed)
 
         def new(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(shape, generator=g) * 0.3)
@@ -104,12 +110,20 @@ class FakeAdapter:
             for name, p in self.p.items():
                 p.copy_(tensors[name])
 
+    def settings(self):
+        lora = self.config.lora
+        return {
+            "lora.rank": RANK, "lora.expert_rank": RANK, "lora.alpha": lora.alpha, "lora.scale": lora.alpha / lora.rank,
+            "lora.dropout": lora.dropout, "lora.rslora": lora.rslora, "lora.targets": lora.targets,
+        }  # fmt: skip
+
     def saved_settings(self, folder: Path):
-        return {"lora.rank": json.loads((folder / "adapter_config.json").read_text())["r"]}
+        return self.settings() | {"lora.rank": json.loads((folder / "adapter_config.json").read_text())["r"]}
 
 
 class FakeEngine:
-    def __init__(self, options: Options, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, options: Options, ranks: Ranks) -> None:
+        self.config = config
         g = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=g)
         self.w = torch.randn(HIDDEN, HIDDEN, generator=g) * 0.3
@@ -145,6 +159,12 @@ class FakeEngine:
             raise UserError("the disk of this rank is gone")
         if self.options.hang_rank == self.ranks.rank and step_index == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.options.stop_at == step_index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.options.spoil_base_at == step_index:
+            self.w[3, 3] += 1
+        if self.options.stuck_rank == self.ranks.rank and step_index == 2:
+            time.sleep(600)
         time.sleep(self.options.sleep_s)
         total, counted = 0.0, 0
         for batch in batches:
@@ -180,7 +200,14 @@ class FakeEngine:
         self.closed = True
 
     def facts(self):
-        return {"dtype": "fp32", "device": "cpu", **self.options.facts}
+        budget = self.config.memory.budget
+        facts = {"dtype": "fp32", "device": "cpu", "recompute": self.config.memory.recompute, "kernels": "torch",
+                 "budget_bytes": None if budget is None else parse_bytes(budget), "steps_kept": self.calls,
+                 "steps_recomputed": 0, **self.options.facts}  # fmt: skip
+        return {name: value for name, value in facts.items() if name not in self.options.left_out}
+
+    def in_memory(self) -> str:
+        return f"{float(self.w.sum())!r}"
 
 
 class FakeData:
@@ -257,8 +284,8 @@ class LossValidation:
 
 def assembler(options: Options):
     def assemble(config: RunConfig, ranks: Ranks, fresh: bool) -> Parts:
-        engine, data = FakeEngine(options, ranks), FakeData(config, options)
-        adapter = FakeAdapter(config.train.seed, options.kill_in_save)
+        engine, data = FakeEngine(config, options, ranks), FakeData(config, options)
+        adapter = FakeAdapter(config, options.kill_in_save)
         start = {}
         if fresh:
             batch = data.pack(data.rows_of(0).rows)[:1]
@@ -275,7 +302,7 @@ def assembler(options: Options):
             validator = Scripted(options.values) if options.values else LossValidation(engine, data)
         return Parts(
             engine=engine, adapter=adapter, data=data, vocab_size=VOCAB, validator=validator, start=start,
-            base=Base("store-1", Path("store"), [BASE_ROW], lambda: options.verify),
+            base=Base("store-1", Path("store"), [BASE_ROW], lambda: options.verify, engine.in_memory),
             class_of=lambda name: "experts" if name.startswith("experts") else "attention",
         )  # fmt: skip
 

@@ -42,7 +42,7 @@ def test_a_normal_run(tmp_path):
         ("experts", 8, 8),
     ]
     assert tree["data"]["first_rows"][0] == {"row": 0, "label_tokens": 1, "labels": ["[4]"]}
-    assert tree["frozen"] == {"verified": True, "changed": []}
+    assert tree["frozen"]["verified"]
     assert tree["adapter"]["read_back_equal"]
     assert load_file(result.run_dir / ADAPTER)["attn.lora_B"].any()
 
@@ -99,6 +99,36 @@ def test_b62_one_bad_step_is_skipped_and_counted(tmp_path, fault):
     assert all(torch.equal(before[n], after[n]) for n in before)
     tree = receipt(result.run_dir)
     assert (tree["status"], tree["figures"]["skipped_bad"], tree["figures"]["updates"]) == ("ok", 1, 7)
+    assert tree["warnings"] == ["1 of 8 steps had a non-finite loss or gradient and were skipped"]
+
+
+def test_b62_bad_steps_that_are_not_in_a_row_fail_the_run_too(tmp_path, capsys):
+    bad = [rows_of(k)[0] for k in (2, 4, 6, 8, 10)]
+    with pytest.raises(RunFailed, match=r"4 of 9 steps had a non-finite .*; at most 3 of 15 may") as error:
+        fake.run(tmp_path, fake.Options(nan_rows=bad), train={"steps": 15}, checkpoint={"every_steps": 4})
+    assert error.value.exit_code == 1
+    assert receipt(tmp_path / "run")["status"] == "failed"
+    assert "warning: step 3 skipped: non-finite loss" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+    assert not (tmp_path / "run" / ADAPTER).exists()
+
+
+def test_b62_one_bad_step_in_twenty_may_pass(tmp_path):
+    config = {"steps": 60, "max_bad_steps": 2, "rows_per_step": 1}
+    order = [rows_of(k, train=config)[0] for k in range(60)]
+    bad = [order[k] for k in (9, 19, 29, 49, 59)]
+    tree = receipt(fake.run(tmp_path / "a", fake.Options(nan_rows=bad[:3]), train=config).run_dir)
+    assert (tree["status"], tree["figures"]["skipped_bad"]) == ("ok", 3)
+    with pytest.raises(RunFailed, match="4 of 50 steps .* at most 3 of 60 may"):
+        fake.run(tmp_path / "b", fake.Options(nan_rows=bad), train=config)
+
+
+def test_b62_bad_steps_at_the_end_are_in_the_receipt(tmp_path):
+    bad = [rows_of(k)[0] for k in (2, 6, 7)]
+    tree = receipt(fake.run(tmp_path, fake.Options(nan_rows=bad), train={"steps": 8}).run_dir)
+    assert tree["warnings"] == [
+        "3 of 8 steps had a non-finite loss or gradient and were skipped, the last 2 in a row"
+    ]
 
 
 def test_b62_b42_bad_steps_in_a_row_fail_the_run_and_keep_the_last_good_checkpoint(tmp_path):
@@ -207,6 +237,13 @@ def test_what_is_in_effect_must_be_what_was_asked(tmp_path):
 def test_settings_in_the_saved_files_must_be_those_asked(tmp_path):
     with pytest.raises(RunFailed, match=r"lora\.rank asked 3, in effect 2"):
         fake.run(tmp_path, lora={"rank": 3}, train={"steps": 3})
+
+
+def test_a_changed_byte_of_the_base_in_memory_fails_the_run(tmp_path):
+    with pytest.raises(RunFailed, match="the frozen base in memory changed during training"):
+        fake.run(tmp_path, fake.Options(spoil_base_at=4), train={"steps": 6})
+    assert receipt(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / ADAPTER).exists()
 
 
 def test_changed_base_fails_the_run(tmp_path):

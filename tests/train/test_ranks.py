@@ -15,7 +15,7 @@ from lamella.errors import RunFailed, UserError
 from lamella.train.ranks import Ranks
 from tests import fixtures
 from tests.train import fake
-from tests.train.processes import LIMIT_S, free_port, run_ranks
+from tests.train.processes import LIMIT_S, free_port, run_ranks, start
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
@@ -59,7 +59,8 @@ def test_b47_a_rank_without_labels_adds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world", "rows", "per_step", "micro_batch_tokens"), [(2, 1, 4, 2048), (4, 5, 8, 2048), (2, 9, 4, 20)]
+    ("world", "rows", "per_step", "micro_batch_tokens"),
+    [(2, 1, 4, 2048), (4, 1, 4, 2048), (4, 5, 8, 2048), (2, 9, 4, 20)],
 )
 def test_b58_uneven_rows(tmp_path, world, rows, per_step, micro_batch_tokens):
     train = {"epochs": 3, "rows_per_step": per_step, "micro_batch_tokens": micro_batch_tokens, **SGD_LIKE}
@@ -72,6 +73,12 @@ def third_step_of_rank_1():
     data = fake.FakeData(config, fake.Options())
     rows = data.rows_of(2).rows
     return [rows[i] for i in share_rows([data.tokens(r) for r in rows], [1.0, 1.0])[1]]
+
+
+def test_b60_one_row_with_one_label(tmp_path):
+    train = {"steps": 3, **SGD_LIKE}
+    steps = same_as_one_process(tmp_path, 2, {"train": train}, {"rows": 1, "label_counts": [1]})
+    assert [s["label_tokens"] for s in steps] == [1, 1, 1]
 
 
 def test_b59_a_rank_whose_batch_has_no_labels(tmp_path):
@@ -103,6 +110,35 @@ def test_b59_a_killed_rank_ends_the_others(tmp_path):
     codes, texts = run_ranks(2, tmp_path, {"train": {"steps": 6}}, {"hang_rank": 1})
     assert codes == [1, -signal.SIGKILL]
     assert "rank 0 lost the other ranks" in texts[0]
+
+
+def test_b59_a_rank_that_never_comes_ends_the_others(tmp_path):
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+           "LAMELLA_RANK_TIMEOUT_S": "4"}  # fmt: skip
+    ranks = [
+        start(tmp_path, {"train": {"steps": 6}}, options={"stuck_rank": 1}, env={**env, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        code, text = ranks[0].finish()
+    finally:
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+    assert code == 1
+    assert "rank 0 lost the other ranks, in step 3" in text
+    assert "Ranks 1 failed" in text
+    assert "LAMELLA_RANK_TIMEOUT_S" in text
+    tree = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert (tree["status"], len(lines(tmp_path / "run"))) == ("failed", 2)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "nan"])
+def test_time_out_must_be_seconds(monkeypatch, text):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
+                        ("LAMELLA_RANK_TIMEOUT_S", text)):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="LAMELLA_RANK_TIMEOUT_S is"):
+        Ranks.join()
 
 
 def test_failure_of_the_first_rank_ends_the_others(tmp_path):

@@ -82,6 +82,28 @@ def test_b34_full_disk_fails_the_run_and_leaves_the_earlier_checkpoints(tmp_path
     assert (tmp_path / "run" / ADAPTER).read_bytes() == (tmp_path / "whole" / "run" / ADAPTER).read_bytes()
 
 
+def rows_seen(run_dir):
+    return [line["rows_hash"] for line in lines(run_dir)]
+
+
+@pytest.mark.parametrize("stop", [20, 15])
+def test_b35_resumed_in_a_new_process(tmp_path, stop):
+    config = {"train": {"epochs": 3}, "checkpoint": {"every_steps": stop}}
+    code, err = start(tmp_path / "a", config, options={"dropout": 0.1}).finish()
+    assert code == 0, err
+    code, err = start(tmp_path / "b", config, options={"dropout": 0.1, "stop_at": stop}).finish()
+    assert code == -signal.SIGKILL, err
+    assert len(lines(tmp_path / "b" / "run")) == stop
+    code, err = start(tmp_path / "b", config, "resume", options={"dropout": 0.1}).finish()
+    assert code == 0, err
+    assert f"after step {stop}" in err
+    a, b = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    assert len(set(rows_seen(a))) == len(rows_seen(a)) == 45
+    assert rows_seen(a) == rows_seen(b)
+    assert losses(a) == losses(b)
+    assert (a / ADAPTER).read_bytes() == (b / ADAPTER).read_bytes()
+
+
 @pytest.mark.parametrize("stop", [20, 15])
 def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
     whole, first, second = (fake.Options(dropout=0.1) for _ in range(3))
@@ -101,7 +123,7 @@ def test_b35_resumed_run_sees_the_same_rows(tmp_path, stop):
 
     def assemble(config, ranks, fresh):
         parts = fake.assembler(first)(config, ranks, fresh)
-        engine = type("Stopping", (fake.FakeEngine,), {"step": stop_after})(first, ranks)
+        engine = type("Stopping", (fake.FakeEngine,), {"step": stop_after})(config, first, ranks)
         engine.adapter = parts.adapter
         return fake.Parts(**{**parts.__dict__, "engine": engine})
 

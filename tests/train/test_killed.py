@@ -1,0 +1,122 @@
+"""The real engine, streaming a MoE with dropout, in processes of its own: killed or stopped, it ends with the same bits."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamella.config import load_run_config
+from lamella.engine.weights import LayerWeights
+from lamella.models.skeleton import Skeleton, load_config
+from lamella.store.quantize import quantize_checkpoint
+from lamella.store.reader import Store
+from lamella.train.loop import train_run
+from tests import fixtures
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """run.toml of 45 steps (60 rows, 4 a step, 3 epochs) under a budget that streams layers; `runs/whole` is done."""
+    folder = tmp_path_factory.mktemp("killed")
+    fixtures.write_checkpoint(folder / "hf", fixtures.moe_config(layers=4), tokenizer=fixtures.make_tokenizer())
+    store = quantize_and_open(folder)
+    weights = LayerWeights(store, Skeleton(load_config(store.path, False), torch.float32), torch.device("cpu"))
+    largest = max(store.group_bytes(i) for i in range(4))
+    budget = weights.residency.fixed_bytes + 3 * largest  # one layer stays, three take turns in two slots
+    rows = [{**row, "id": 12 * k + row["id"]} for k in range(5) for row in fixtures.chat12()]
+    fixtures.write_jsonl(folder / "rows.jsonl", rows)
+    (folder / "run.toml").write_text(
+        f'store = "store"\nruns_dir = "runs"\n[data]\ntrain = ["rows.jsonl"]\n[lora]\nrank = 4\ndropout = 0.1\n'
+        f'[train]\nrows_per_step = 4\nepochs = 3\nschedule = "constant"\nwarmup_steps = 0\nlearning_rate = 0.01\n'
+        f'[memory]\nbudget = "{budget}"\nrecompute = "always"\n[compute]\ndtype = "fp32"\nthreads = 1\n'
+        f"[checkpoint]\nevery_steps = 4\n"
+    )
+    train_run(load_run_config(folder / "run.toml", ["name=whole"]))
+    engine = json.loads((folder / "runs" / "whole" / "receipt.json").read_text())["engine"]
+    assert (engine["layers_resident"], engine["layers_streamed"]) == (1, 3)
+    return folder
+
+
+def quantize_and_open(folder):
+    quantize_checkpoint(folder / "hf", folder / "store", threads=1)
+    return Store.open(folder / "store")
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run_dir):
+    return [(line["step"], line["rows_hash"], line["loss"], line["grad_norm"]) for line in lines(run_dir)]
+
+
+def command(folder, *more):
+    return [sys.executable, "-m", "lamella", "train", str(folder / "run.toml"), f"runs_dir={folder / 'runs'}", *more]
+
+
+def finish(folder, *more):
+    done = subprocess.run(command(folder, *more), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def same_as_whole(folder, name):
+    a, b = folder / "runs" / "whole", folder / "runs" / name
+    assert len(steps(b)) == 45
+    assert steps(a) == steps(b)
+    assert (a / ADAPTER).read_bytes() == (b / ADAPTER).read_bytes()
+    assert json.loads((b / "receipt.json").read_text())["status"] == "ok"
+
+
+def test_killed_at_random_moments_and_rerun(whole):
+    rng = random.Random(11)
+    run_dir, resumed = whole / "runs" / "killed", 0
+    metrics = run_dir / "metrics.jsonl"
+    for _ in range(3):
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        process = subprocess.Popen(command(whole, "name=killed"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                   text=True, start_new_session=True)  # fmt: skip
+        limit = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < limit:  # until it steps, then a random moment more
+            if metrics.exists() and metrics.stat().st_mtime_ns != before and lines_there(metrics) >= resumed * 4 + 1:
+                break
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        alive = process.poll() is None
+        if alive:
+            os.killpg(process.pid, signal.SIGKILL)
+        _, err = process.communicate()
+        assert alive, f"it ended before it could be killed: {err}"
+        resumed += "resuming" in err
+    assert "resuming" in finish(whole, "name=killed")
+    assert resumed
+    same_as_whole(whole, "killed")
+
+
+def lines_there(path):
+    return path.read_text().count("\n")
+
+
+@pytest.mark.parametrize("stop", [20, 15])
+def test_b35_stopped_and_resumed_in_a_new_process(whole, stop):
+    name = f"stop{stop}"
+    train_run(load_run_config(whole / "run.toml", [f"name={name}", f"train.steps={stop}"]))
+    first = steps(whole / "runs" / name)
+    assert len(first) == stop
+    assert f"after step {stop}" in finish(whole, f"name={name}", "--resume")
+    same_as_whole(whole, name)
+
+
+def test_b35_every_epoch_has_other_rows_in_every_step(whole):
+    hashes = [line["rows_hash"] for line in lines(whole / "runs" / "whole")]
+    assert len(hashes) == len(set(hashes)) == 45
