@@ -125,21 +125,65 @@ def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, 
     (folder / FACTS).write_text(json.dumps(own, indent=2) + "\n")
 
 
+def _read_object(file: Path, fix: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot be read: {error}", path=file, fix=fix) from error
+    if not isinstance(tree, dict):
+        raise UserError(f"must hold a JSON object, not {json.dumps(tree)[:60]}", path=file, fix=fix)
+    return tree
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `lamella_adapter.json` says; nothing for adapters of other tools, which have none.
+
+    Raises:
+        UserError: the file cannot be read or holds no JSON object, or a dropout outside 0 to 1.
+    """
+    file, fix = folder / FACTS, "save the adapter again"
+    if not file.exists():
+        return {}
+    facts = _read_object(file, fix)
+    dropout = facts.get("dropout", 0.0)
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise UserError(f"dropout is {dropout!r}, not a number from 0 to 1", path=file, fix=fix)
+    return facts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=file, fix="give a PEFT adapter folder") from error
+    config = _read_object(file, "give a PEFT adapter folder")
     if config.get("peft_type") != "LORA":
         raise UserError(f"peft_type is {config.get('peft_type')!r}", path=file, fix="only LoRA adapters are supported")
     for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+        if not _is_number(config.get(key)) or config[key] <= 0:
             raise UserError(f"{key} is {config.get(key)!r}", path=file, fix=f"{key} must be a positive number")
+    _check_alphas(config.get("alpha_pattern"), file)
+    dropout = config.get("lora_dropout") or 0.0
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise UserError(f"lora_dropout is {dropout!r}", path=file, fix="lora_dropout must be a number from 0 to 1")
     for key in ("use_dora", "modules_to_save", "lora_bias"):
         if config.get(key):
             raise UserError(f"{key} is set, which is not supported", path=file, fix="use a plain LoRA adapter")
-    return dict(config)
+    return config
+
+
+def _check_alphas(patterns: Any, file: Path) -> None:
+    fix = "alpha_pattern must be an object of names (or regular expressions) and positive numbers"
+    if patterns is not None and not isinstance(patterns, dict):
+        raise UserError(f"alpha_pattern is {patterns!r}", path=file, fix=fix)
+    for pattern, value in (patterns or {}).items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"alpha_pattern {pattern!r}: {error}", path=file, fix=fix) from error
+        if not _is_number(value) or value <= 0:
+            raise UserError(f"alpha_pattern {pattern!r} is {value!r}", path=file, fix=fix)
 
 
 def _pattern_value(patterns: dict[str, Any], key: str, default: float) -> float:
@@ -156,7 +200,7 @@ def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
     Raises:
         UserError: unreadable files, tensors that are not LoRA pairs, names or shapes that do not fit the model.
     """
-    config = _read_config(folder)
+    config, facts = _read_config(folder), read_facts(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -181,7 +225,6 @@ def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
     alphas = {key: _pattern_value(config.get("alpha_pattern", {}), key, float(config["lora_alpha"])) for key in keyed}
     shapes = {key: (tuple(a.shape), tuple(b.shape)) for key, (a, b) in keyed.items()}
     sites = sites_from_shapes(skeleton, shapes, alphas, rslora)
-    facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
     adapter.origin = facts
     adapter.describe(skeleton)

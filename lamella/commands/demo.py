@@ -25,9 +25,7 @@ def demo(
     ] = ModelName.dense,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of 8 rows.")] = 200,
     runs_dir: Annotated[Path, typer.Option("--dir", help="Folder of runs; the demo's is `demo` in it.")] = Path("runs"),
-    cache: Annotated[Path, typer.Option(help="Downloads, checkpoint, rows and store.")] = Path(
-        ".cache/demo"
-    ),
+    cache: Annotated[Path, typer.Option(help="Downloads, checkpoint, rows and store.")] = Path(".cache/demo"),
     prepare: Annotated[bool, typer.Option("--prepare", help="Only fetch model and rows, say where they are, stop.")] = (
         False
     ),

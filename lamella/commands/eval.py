@@ -62,7 +62,9 @@ def eval_task(
     dtype: Annotated[DtypeName, typer.Option(help="Compute dtype.")] = DtypeName.auto,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses few-shot examples and bootstrap resamples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Chooses few-shot examples and bootstrap resamples.")
+    ] = 0,
     resamples: Annotated[int, typer.Option(min=100, help="Bootstrap resamples.")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
     output: Annotated[

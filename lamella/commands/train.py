@@ -45,9 +45,10 @@ def _show_plan(config: RunConfig, most: int = 10) -> None:
 
     from lamella.console import out
     from lamella.data.encode import load_tokenizer
-    from lamella.train.assemble import open_rows
+    from lamella.train.assemble import check_metric, open_rows
     from lamella.train.optimizer import learning_rate
 
+    check_metric(config)
     rows = open_rows(config, load_tokenizer(config.store))
     out.print_json(config.model_dump_json())
     table = Table(show_edge=False, pad_edge=False)

@@ -289,6 +289,8 @@ class _Builder:
             report.template_sha256 = template.sha256
             report.terminators = template.terminators
             self._template_warnings()
+        elif self.config.system is not None:
+            report.warnings.append("data.system is not used: there is no chat template to show it")
         if report.dropped_reasoning_tokens:
             report.warnings.append(
                 f"the template leaves out {report.dropped_reasoning_tokens} reasoning tokens; they are not trained"

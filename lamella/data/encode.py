@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,12 @@ TRIMMED = "white space at the ends of an answer trimmed by the template"
 REASONING_DROPPED = "reasoning of an assistant turn left out by the template"
 CONTENT_DROPPED = "text beside a tool call left out by the template"
 OTHER_PROMPT = "text before an answer differs from the prompt the template gives at inference"
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "tekken.json",
+)  # fmt: skip
+_TOKENIZER_FIX = "put the tokenizer's files into the checkpoint and quantise again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +75,38 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a store or checkpoint folder; nothing is fetched.
 
     Raises:
-        UserError: the folder has no tokenizer that transformers can read.
+        UserError: the folder has no tokenizer that transformers can read, or files of one that are broken.
     """
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            "no usable tokenizer: no tokenizer.json, nor files of another kind", fix=_TOKENIZER_FIX, path=folder
+        )
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            _check_json_object(file)
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # The tokenizers library raises bare `Exception`; whatever else is not named here is a bug.
+        if type(error) is not Exception and not isinstance(error, OSError | ValueError | KeyError | TypeError):
+            raise
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"no usable tokenizer: {first}", fix=_TOKENIZER_FIX, path=folder) from error
+
+
+def _check_json_object(file: Path) -> None:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
         raise UserError(
-            f"no usable tokenizer: {error}", fix="quantize from a checkpoint that has tokenizer.json", path=folder
+            f"broken JSON: {error.msg}", fix=_TOKENIZER_FIX, path=file, line=error.lineno, column=error.colno
         ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", fix=_TOKENIZER_FIX, path=file) from error
+    if not isinstance(tree, dict):
+        raise UserError("must hold a JSON object", fix=_TOKENIZER_FIX, path=file)
 
 
 class Encoder:

@@ -159,7 +159,11 @@ def _row(path: Path, number: int, body: bytes) -> RawRow:
     if not isinstance(value, dict):
         kind = {list: "an array", str: "a string", type(None): "null"}.get(type(value), "a number or boolean")
         return RawRow(path, number, None, RowError("not an object", f"the line is {kind}"))
-    if "\\u" in text and (where := _lone_surrogate(value, "")):
+    try:
+        where = _lone_surrogate(value, "") if "\\u" in text else None
+    except RecursionError:
+        return RawRow(path, number, None, RowError("broken JSON", "nested too deeply"))
+    if where:
         code = f"at {where.lstrip('.')}: such text has no UTF-8 form"
         return RawRow(path, number, None, RowError("lone surrogate", code))
     return RawRow(path, number, value)

@@ -49,6 +49,17 @@ def _need_pool(task: Task, tenant: str) -> list[TaskRow]:
     return pool
 
 
+def _check_words(tenant: str, pool: Sequence[TaskRow], pairs: Sequence[list[str]]) -> None:
+    """The vectorizers need one word in each of their columns."""
+    for column, what in ((ENTITY, "`entity`"), (TEXT, "`text`")):
+        if not any(pair[column].strip() for pair in pairs):
+            path, line = pool[0].place or (None, None)
+            raise UserError(
+                f"TF-IDF is not possible: {what} of all {len(pool)} training rows of tenant {tenant!r} is blank",
+                fix="correct the rows in `train`, or use --no-baseline", path=path, line=line,
+            )  # fmt: skip
+
+
 def _predictions(rows: Sequence[TaskRow], labels: Sequence[str]) -> list[Prediction]:
     return [
         Prediction(r.tenant, r.id if r.id is not None else "", r.document, r.label, label)
@@ -60,7 +71,7 @@ def tfidf_baseline(task: Task, *, seed: int = 0, resamples: int = 1000) -> Syste
     """One classifier per tenant, trained on the tenant's training rows.
 
     Raises:
-        UserError: a tenant has no training rows.
+        UserError: a tenant has no training rows, or only blank ones.
     """
     start_s = time.monotonic()
     found: list[Prediction] = []
@@ -70,7 +81,9 @@ def tfidf_baseline(task: Task, *, seed: int = 0, resamples: int = 1000) -> Syste
         if len(set(gold)) == 1:  # nothing to separate
             found += _predictions(rows, [gold[0]] * len(rows))
             continue
-        model = make_classifier(seed).fit(_pairs(pool), gold)
+        pairs = _pairs(pool)
+        _check_words(tenant, pool, pairs)
+        model = make_classifier(seed).fit(pairs, gold)
         found += _predictions(rows, [str(label) for label in model.predict(_pairs(rows))])
     return summarise(task, "TF-IDF", found, mode="baseline", start_s=start_s, seed=seed,
                      resamples=resamples)  # fmt: skip

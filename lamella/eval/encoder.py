@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamella.adapter.peft_format import FACTS
+from lamella.adapter.peft_format import FACTS, read_facts
 from lamella.data.encode import Encoder, load_tokenizer
 from lamella.data.formats import Conversation, Message
 from lamella.data.read import RowError
@@ -36,7 +35,7 @@ class StoreEncoder:
         """
         template = system = None
         if adapter is not None:
-            template, system = _own_template(adapter / "chat_template.jinja"), _own_system(adapter / FACTS)
+            template, system = _own_template(adapter / "chat_template.jinja"), _own_system(adapter)
         return cls(Encoder(load_tokenizer(folder), chat_template=template, system=system))
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -71,15 +70,11 @@ def _own_template(path: Path) -> str | None:
         raise UserError(f"chat template cannot be read: {error}", fix="save the adapter again", path=path) from error
 
 
-def _own_system(path: Path) -> str | None:
+def _own_system(adapter: Path) -> str | None:
     """`data.system` of the adapter's training; None for adapters that carry none."""
-    if not path.exists():
-        return None
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read: {error}", fix="save the adapter again", path=path) from error
-    system = facts.get("system") if isinstance(facts, dict) else facts
+    system = read_facts(adapter).get("system")
     if system is not None and not isinstance(system, str):
-        raise UserError(f"`system` must be text or null, is {system!r}", fix="save the adapter again", path=path)
+        raise UserError(
+            f"`system` must be text or null, is {system!r}", fix="save the adapter again", path=adapter / FACTS
+        )
     return system

@@ -43,12 +43,23 @@ class LabelParser:
         labels: the fixed label set.
         aliases: other words for labels, alias -> label; not used when `strict`.
         strict: exact match only.
+
+    Raises:
+        UserError: a blank label, labels that differ in outer white space only, an alias for no label.
     """
 
     def __init__(
         self, labels: Sequence[str], aliases: Mapping[str, str] | None = None, *, strict: bool = False
     ) -> None:
-        self._exact = {label.strip(): label for label in labels}
+        self._exact: dict[str, str] = {}
+        for label in labels:
+            if not label.strip():
+                raise UserError(f"label {label!r} is blank", fix="give every label a text")
+            if (other := self._exact.setdefault(label.strip(), label)) != label:
+                raise UserError(
+                    f"labels {other!r} and {label!r} differ in white space at their ends only",
+                    fix="write them alike, or rename one",
+                )
         self._normalised: dict[str, str] = {}
         if strict:
             return

@@ -22,6 +22,8 @@ from lamella.models.layout import PackedBatch
 
 Mode = Literal["likelihood", "constrained", "generate"]
 
+_VOCABULARY_FIX = "put the tokenizer that belongs to the model into the checkpoint and quantise again"
+
 
 class PromptEncoder(Protocol):
     """Messages to token ids, the way training encodes them: prompt and answer apart, then joined."""
@@ -100,11 +102,64 @@ def summarise(
     return SystemResult(name, mode, shots, tuple(predictions), metrics, seconds, tuple(notes))
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Questions of one system, encoded and checked before any is asked; made by `encode_questions`.
+
+    Attributes:
+        tenants: per tenant its rows, their prompts, and its labels (None in mode "generate").
+        seconds: time taken.
+    """
+
+    tenants: tuple[tuple[list[TaskRow], list[Ids], LabelTrie | None], ...]
+    seconds: float
+
+
+def encode_questions(
+    task: Task, config: Any, encoder: PromptEncoder, *, mode: Mode = "likelihood", shots: int = 0, seed: int = 0,
+    max_new_tokens: int | None = None,
+) -> Questions:  # fmt: skip
+    """Encode every test row's prompt, and the labels. Arguments as in `evaluate`; `config` is the model's.
+
+    Raises:
+        UserError: unknown mode, a prompt beyond the model's context, a token beyond its vocabulary, too few training
+            rows for the shots, labels that cannot be told apart.
+    """
+    if mode not in get_args(Mode):
+        raise UserError(f"unknown mode {mode!r}", fix=f"use one of {', '.join(get_args(Mode))}")
+    start_s = time.monotonic()
+    limit = max_new_tokens or task.config.max_new_tokens
+    config = getattr(config, "text_config", None) or config
+    done: list[tuple[list[TaskRow], list[Ids], LabelTrie | None]] = []
+    for tenant in task.tenants:
+        rows, labels = task.rows_of(tenant), task.labels[tenant]
+        examples = task.choose_shots(tenant, shots, seed)
+        prompts = [_prompt_ids(task, encoder, r, examples) for r in rows]
+        for row, ids in zip(rows, prompts, strict=True):
+            if what := _beyond_vocabulary(config, encoder, ids):
+                raise _row_error(row, what, _VOCABULARY_FIX)
+        if mode == "generate":
+            _check_context(config, rows, prompts, limit)
+            done.append((rows, prompts, None))
+            continue
+        answers = [encoder.answer_ids(label) for label in labels]
+        for label, answer in zip(labels, answers, strict=True):
+            if what := _beyond_vocabulary(config, encoder, answer):
+                raise UserError(f"label {label!r} of tenant {tenant!r}: {what}", fix=_VOCABULARY_FIX)
+        trie = LabelTrie(labels, answers)
+        _check_context(config, rows, prompts, max(map(len, trie.paths)) - 1)
+        _check_thinking(encoder, prompts[0], mode)
+        done.append((rows, prompts, trie))
+    return Questions(tuple(done), time.monotonic() - start_s)
+
+
 def evaluate(
     task: Task,
     engine: EvalEngine,
     encoder: PromptEncoder,
     *,
+    questions: Questions | None = None,
+    notes: Sequence[str] = (),
     mode: Mode = "likelihood",
     shots: int = 0,
     name: str | None = None,
@@ -118,6 +173,8 @@ def evaluate(
     """Ask the model for every test row's label.
 
     Args:
+        questions: made before with the same task, encoder, mode, shots, seed and limit; None: made here.
+        notes: what else the reader of the figures must know of this system.
         mode: "likelihood": the label whose tokens and terminator are likeliest; "constrained": what greedy decoding
             writes when it may write labels only; "generate": greedy decoding without limits, then parsed.
         shots: few-shot examples per prompt, from the tenant's training rows.
@@ -130,34 +187,28 @@ def evaluate(
         seed: chooses few-shot examples and resamples.
 
     Raises:
-        UserError: unknown mode, a prompt beyond the model's context, too few training rows for the shots, labels
-            that cannot be told apart.
+        UserError: what `encode_questions` refuses.
     """
-    if mode not in get_args(Mode):
-        raise UserError(f"unknown mode {mode!r}", fix=f"use one of {', '.join(get_args(Mode))}")
-    start_s = time.monotonic()
+    if questions is None:
+        questions = encode_questions(
+            task, engine.config, encoder, mode=mode, shots=shots, seed=seed, max_new_tokens=max_new_tokens
+        )
+    start_s = time.monotonic() - questions.seconds
     name = name or (f"{shots}-shot" if shots else "zero-shot")
     limit = max_new_tokens or task.config.max_new_tokens
     predictions: list[Prediction] = []
     with progress(f"eval {name}", len(task.test), "rows") as meter:
-        for tenant in task.tenants:
-            rows = task.rows_of(tenant)
-            examples = task.choose_shots(tenant, shots, seed)
-            prompts = [_prompt_ids(task, encoder, r, examples) for r in rows]
-            if mode == "generate":
-                _check_context(engine, rows, prompts, limit)
+        for rows, prompts, trie in questions.tenants:
+            if trie is None:
                 predictions += _generate(task, engine, encoder, rows, prompts, limit, batch_tokens, meter.advance)
                 continue
-            trie = LabelTrie(task.labels[tenant], [encoder.answer_ids(label) for label in task.labels[tenant]])
-            _check_context(engine, rows, prompts, max(map(len, trie.paths)) - 1)
-            _check_thinking(encoder, prompts[0], mode)
             edges_NE = score_prompts(
                 engine, prompts, trie, batch_tokens=batch_tokens, walk_tokens=walk_tokens, on_rows=meter.advance
             )
             predictions += _label_predictions(rows, trie, edges_NE, mode, length_normalise)
     return summarise(
         task, name, predictions, mode=mode, shots=shots, start_s=start_s, seed=seed, resamples=resamples,
-        notes=_system_notes(task, encoder.system),
+        notes=[*notes, *_system_notes(task, encoder.system)],
     )  # fmt: skip
 
 
@@ -188,9 +239,16 @@ def _prompt_ids(task: Task, encoder: PromptEncoder, row: TaskRow, examples: Sequ
         raise _row_error(row, error.what, error.fix) from error
 
 
-def _check_context(engine: EvalEngine, rows: Sequence[TaskRow], prompts: Sequence[Ids], answer_tokens: int) -> None:
-    text_config = getattr(engine.config, "text_config", None) or engine.config
-    context = getattr(text_config, "max_position_embeddings", None)
+def _beyond_vocabulary(config: Any, encoder: PromptEncoder, ids: Sequence[int]) -> str | None:
+    size = getattr(config, "vocab_size", None)
+    if size is None or not ids or max(ids) < size:
+        return None
+    token = next(i for i in ids if i >= size)
+    return f"it needs the token {encoder.decode([token])!r} with id {token}, but the model's vocab_size is {size}"
+
+
+def _check_context(config: Any, rows: Sequence[TaskRow], prompts: Sequence[Ids], answer_tokens: int) -> None:
+    context = getattr(config, "max_position_embeddings", None)
     if context is None:
         return
     for row, ids in zip(rows, prompts, strict=True):

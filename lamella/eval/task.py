@@ -248,6 +248,12 @@ def build_task(config: TaskConfig, train: Iterable[TaskRow], test: Iterable[Task
         if len(set(names)) < len(names) or len(names) < 2:
             raise UserError(f"labels of tenant {tenant!r}: {list(names)}", fix="give two or more different labels")
         for row in rows:
+            if not row.label.strip():
+                where, line = row.place or (None, None)
+                raise UserError(
+                    f"row {row.id!r} of tenant {tenant!r}: the label {row.label!r} is blank",
+                    fix="give the row a label, or leave it out", path=where, line=line,
+                )  # fmt: skip
             if row.label not in names:
                 near = difflib.get_close_matches(row.label, names, n=1, cutoff=0.0)
                 raise UserError(
@@ -325,4 +331,4 @@ def load_task(path: Path) -> Task:
     try:
         return build_task(config, sides["train"], sides["test"])
     except UserError as error:
-        raise UserError(error.what, fix=error.fix, path=path) from error
+        raise UserError(error.what, fix=error.fix, path=error.path or path, line=error.line) from error

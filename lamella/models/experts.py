@@ -155,7 +155,9 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
         first += room
     if module.__dict__.get("lamella_hits") is not None:
         module.lamella_hits.add_(torch.tensor(counts))  # type: ignore[operator]
-    row_S = torch.arange(expert_S.numel(), device=order_S.device) + torch.tensor(shift_E, device=order_S.device)[expert_S]
+    row_S = (
+        torch.arange(expert_S.numel(), device=order_S.device) + torch.tensor(shift_E, device=order_S.device)[expert_S]
+    )
     pairs_S2 = order_S.new_zeros(first, 2)  # filler rows copy token 0 and get no gradient
     pairs_S2[row_S, 0] = torch.div(order_S, per_token, rounding_mode="floor")
     pairs_S2[row_S, 1] = expert_S

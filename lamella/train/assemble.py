@@ -18,7 +18,7 @@ import xxhash
 from lamella.adapter import Adapter, SiteSpec
 from lamella.adapter.lora import active_experts
 from lamella.checkpoint.facts import num_routed_experts
-from lamella.config import DataConfig, RunConfig
+from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.data.batching import StepPlanner, share_rows
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
@@ -26,12 +26,15 @@ from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
-from lamella.models.skeleton import Skeleton
+from lamella.models.skeleton import Skeleton, load_config
 from lamella.store.reader import Store
 from lamella.train.asked import rounded
+from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
 from lamella.units import parse_bytes
+
+MEASURED = ("loss", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,25 @@ class Rows:
         ]
 
 
+def check_metric(config: RunConfig) -> None:
+    """Raises `UserError` when `validation.metric` is none that training measures."""
+    if config.validation.data and config.validation.metric not in MEASURED:
+        raise UserError(
+            f"validation.metric = {config.validation.metric!r} is not measured during training",
+            fix=f"choose one of: {', '.join(MEASURED)}",
+        )
+
+
+def _encode(config: RunConfig, tokenizer: Any, paths: Sequence[Path]) -> EncodedDataset:
+    dataset = encode_dataset(config.data, tokenizer, paths=paths)
+    check_rows(dataset.rows, load_config(config.store), tokenizer)
+    return dataset
+
+
 def open_rows(config: RunConfig, tokenizer: Any) -> Rows:
-    """Encode the training data and plan its steps."""
+    """Encode the training data, check that the model can take it, and plan its steps."""
     train = config.train
-    dataset = encode_dataset(config.data, tokenizer)
+    dataset = _encode(config, tokenizer, config.data.train)
     planner = dataset.planner(seed=train.seed, rows_per_step=train.rows_per_step, tokens_per_step=train.tokens_per_step)
     steps = train.steps if train.steps is not None else planner.total_steps(train.epochs)
     return Rows(dataset, planner, steps, train.micro_batch_tokens)
@@ -179,7 +197,7 @@ def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
     """A fresh adapter, or `init_adapter`'s values in the shape that `lora` asks for.
 
     Raises:
-        UserError: `init_adapter` has other targets, ranks or scales than `lora`.
+        UserError: `init_adapter` has other targets, ranks or scales than `lora`. (Another base: see `Engine.attach`.)
     """
     adapter = Adapter.create(skeleton, config.lora, config.train.seed)
     if config.init_adapter is None:
@@ -202,6 +220,7 @@ def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
                 path=config.init_adapter,
             )
     adapter.load_state(given.state())
+    adapter.origin = given.origin  # `Engine.attach` compares the base
     return adapter
 
 
@@ -260,7 +279,7 @@ class LossValidation:
     dataset: EncodedDataset
     micro_batch_tokens: int
     ranks: Ranks
-    names: tuple[str, ...] = ("loss", "perplexity")
+    names: tuple[str, ...] = MEASURED
 
     def measure(self) -> dict[str, float]:
         lengths = [row.tokens for row in self.dataset.rows]
@@ -270,14 +289,6 @@ class LossValidation:
         (loss_sum,) = self.ranks.sum_numbers([local])
         loss = loss_sum / sum(row.label_tokens for row in self.dataset.rows)
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-
-
-def _open_validation(config: RunConfig, tokenizer: Any, engine: Engine, ranks: Ranks) -> LossValidation | None:
-    if not config.validation.data:
-        return None
-    data: DataConfig = config.data
-    dataset = encode_dataset(data, tokenizer, paths=config.validation.data)
-    return LossValidation(engine, dataset, config.train.micro_batch_tokens, ranks)
 
 
 def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
@@ -347,8 +358,15 @@ def _base(engine: Engine, expected: dict[str, tuple[int, str]]) -> Base:
     total = sum(group.nbytes for _, group in manifest.groups())
 
     def verify() -> list[str]:
-        with progress("verify base", total, "B") as meter:
-            return store.verify(meter.advance)
+        try:
+            with progress("verify base", total, "B") as meter:
+                return store.verify(meter.advance)
+        except OSError as error:
+            raise UserError(
+                f"the store cannot be read any more: {error.strerror}",
+                fix="bring it back as it was, then go on with --resume: the checkpoints are kept",
+                path=error.filename or store.path,
+            ) from error
 
     tensors = [
         {"class": row.tensor_class, "format": row.format, "dtype": row.dtype, "count": row.count,
@@ -364,6 +382,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     Args:
         fresh_start: measure the base's and the new adapter's loss on the first rows.
     """
+    check_metric(config)
     store = Store.open(config.store)
     aux_coef = router_aux_coef(config, store, ranks)
     tokenizer = load_tokenizer(config.store)
@@ -371,9 +390,10 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     if ranks.first:
         for line in rows.dataset.report.lines():
             notice(line)
+    held_out = _encode(config, tokenizer, config.validation.data) if config.validation.data else None
     engine = _open_engine(config, store, ranks)
     adapter = _open_adapter(config, engine.skeleton)
-    validation = _open_validation(config, tokenizer, engine, ranks)
+    validation = held_out and LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
     start = _first_losses(engine, adapter, rows) if fresh_start else {}
     engine.attach(adapter)
     sites = list(adapter.sites.values())

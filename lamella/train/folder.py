@@ -235,7 +235,7 @@ class RunFolder:
         foreign = [name for name, ours in marks.items() if not ours] if marks else present
         if foreign:
             raise UserError(
-                f"the folder holds {', '.join(foreign)}, which no run of lamella wrote there",
+                f"the folder holds {', '.join(foreign)}, and no config.json or receipt.json shows that a run left it there",
                 fix="set another name or runs_dir, or move these files away",
                 path=self.path,
             )

@@ -40,7 +40,7 @@ from lamella.train.asked import (
     refuse_differences,
 )
 from lamella.train.checkpoint import Checkpoints
-from lamella.train.folder import RunFolder
+from lamella.train.folder import RESULT_PARTIAL, RunFolder
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts
 from lamella.train.state import RunState, digests, tensor_of
@@ -209,16 +209,16 @@ def _best(facts: Facts) -> dict[str, Any] | None:
 
 
 def prove(facts: Facts, folder: RunFolder) -> None:
-    """Save the adapter in the run's folder, prove it, and write the receipt with status `ok`.
+    """Save the adapter, prove it, put it into the run's folder, and write the receipt with status `ok`.
 
     Raises:
         RunFailed: the saved adapter is not the trained one, is not finite, is zero or did not move everywhere; the
             base changed; settings in the saved files are not those asked.
     """
-    _save_final(facts, folder.path)
+    saved = _save_aside(facts, folder.path / RESULT_PARTIAL)
     trained = digests(facts.parts.adapter.parameters(), facts.parts.class_of)
-    _check_file(folder.path / WEIGHTS)
-    facts.parts.adapter.load_state(folder.path)
+    _check_file(saved / WEIGHTS)
+    facts.parts.adapter.load_state(saved)
     read_back = digests(facts.parts.adapter.parameters(), facts.parts.class_of)
     changed = [name for name in trained if trained[name] != read_back[name]]
     if changed:
@@ -229,7 +229,7 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     dead = [name for row in moved_table(facts.parts, facts.initial, facts.state) for name in row["dead"]]
     if dead:
         raise RunFailed(f"{len(dead)} trainable tensors did not move, e.g. {dead[0]}")
-    adapter_rows = compare(asked_of_adapter(facts.config, facts.parts), facts.parts.adapter.saved_settings(folder.path))
+    adapter_rows = compare(asked_of_adapter(facts.config, facts.parts), facts.parts.adapter.saved_settings(saved))
     refuse_differences(adapter_rows)
     damaged = facts.parts.base.verify()
     if damaged:
@@ -237,8 +237,8 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     facts.proof["frozen"] = {"verified": True, "changed": [], "memory_xxh3_128": facts.memory}
     facts.proof["adapter"] = {
         "path": str(folder.path / WEIGHTS),
-        "bytes": (folder.path / WEIGHTS).stat().st_size,
-        "xxh3_128": file_checksum(folder.path / WEIGHTS),
+        "bytes": (saved / WEIGHTS).stat().st_size,
+        "xxh3_128": file_checksum(saved / WEIGHTS),
         "read_back_equal": True,
         "finite": True,
         "zero_tensors": len(zero),
@@ -246,20 +246,22 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     tree = gather(facts, "ok")
     tree["comparison"] += adapter_rows
     refuse_differences(tree["comparison"])
+    for path in sorted(saved.iterdir()):
+        os.replace(path, folder.path / path.name)
+    saved.rmdir()
+    fsync_path(folder.path)
     write(folder.receipt_path, tree)
 
 
-def _save_final(facts: Facts, run_dir: Path) -> None:
-    temp = run_dir / ".adapter.partial"
+def _save_aside(facts: Facts, temp: Path) -> Path:
+    """The adapter's files where nobody takes them for a result yet."""
     if temp.exists():
         shutil.rmtree(temp)
     temp.mkdir()
     facts.parts.adapter.save(temp)
-    for path in sorted(temp.iterdir()):
+    for path in temp.iterdir():
         fsync_path(path)
-        os.replace(path, run_dir / path.name)
-    temp.rmdir()
-    fsync_path(run_dir)
+    return temp
 
 
 def _check_file(path: Path) -> None:

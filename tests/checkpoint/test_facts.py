@@ -120,7 +120,7 @@ def test_layers_are_found_wherever_the_family_puts_them(prefix, tmp_path):
     names = [f"{prefix}.{i}.{rest}" for i in range(12) for rest in ("a.weight", "mlp.experts.10.w1.weight")]
     names += [f"model.vision_tower.encoder.layers.{i}.a.weight" for i in range(24)] + ["lm_head.weight"]
     tensors = {name: info(name, (4, 4), tmp_path) for name in names}
-    facts = model_facts({"model_type": "x", "n_layer": 10}, tmp_path)
+    facts = model_facts({"model_type": "x", "n_layer": 10, "num_nextn_predict_layers": 2}, tmp_path)
     layout = layout_of(tensors, facts, tmp_path)
     assert layout.prefix == prefix
     assert [len(layer) for layer in layout.layers] == [2] * 10

@@ -238,9 +238,7 @@ def test_multi_token_prediction_layers_are_left_out_and_told(tmp_path):
     weight = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(128, 64) for i in range(3)}
     weight["mtp.layers.0.mlp.up_proj.weight"] = torch.ones(128, 64)
     config = {**layer_config(2), "num_nextn_predict_layers": 1}
-    manifest = quantize_checkpoint(
-        write_tensors(tmp_path / "c", config, {**embedding(), **weight}), tmp_path / "store"
-    )
+    manifest = quantize_checkpoint(write_tensors(tmp_path / "c", config, {**embedding(), **weight}), tmp_path / "store")
     assert manifest.num_layers == 2
     assert any("left out: 2 tensors" in line and "model.layers.2.mlp" in line for line in manifest.notices)
 

@@ -45,7 +45,11 @@ def test_a_fact_the_engine_does_not_tell_stops_the_run(tmp_path, name):
         ({"memory": {"budget": "1GB"}}, {"budget_bytes": None}, "budget_bytes asked 1000000000, in effect None"),
         ({"compute": {"device": "cuda"}}, {}, "device asked 'cuda', in effect 'cpu'"),
         ({"memory": {"recompute": "always"}}, {}, "recompute asked 'always', in effect 'never'"),
-        ({"memory": {"recompute": "never"}}, {"steps_kept": 2, "steps_recomputed": 3}, "'never', .* '3 steps recomputed, 2 kept'"),
+        (
+            {"memory": {"recompute": "never"}},
+            {"steps_kept": 2, "steps_recomputed": 3},
+            "'never', .* '3 steps recomputed, 2 kept'",
+        ),
     ],
 )
 def test_what_the_engine_does_must_be_what_was_asked(tmp_path, config, facts, message):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -49,6 +50,21 @@ def test_train_writes_the_run_and_prints_the_receipt(run_toml):
     assert "rows: 12 read, 12 kept, 0 dropped" in result.stderr
     names = {p.name for p in (run_toml.parent / "runs" / "run").iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "receipt.json", "adapter_model.safetensors", "adapter_config.json"}
+
+
+def test_b62_a_run_of_nan_ends_with_exit_code_1_and_one_message(run_toml):
+    """With q and k far too large, attention overflows in the second step and all others."""
+    more = ["train.steps=8", "train.learning_rate=1e30", "train.clip_norm=0", "train.warmup_steps=0"]
+    verb = [sys.executable, "-m", "lamella", "train", str(run_toml), *more]
+    done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "3 steps in a row (to step 4) had a non-finite loss or gradient" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ok" not in done.stdout
+    tree = json.loads((run_toml.parent / "runs" / "run" / "receipt.json").read_text())
+    assert (tree["status"], tree["figures"]["skipped_bad"]) == ("failed", 3)
+    assert any("3 of 4 steps" in text for text in tree["warnings"])
 
 
 @pytest.mark.parametrize(

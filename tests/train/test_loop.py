@@ -126,9 +126,7 @@ def test_b62_one_bad_step_in_twenty_may_pass(tmp_path):
 def test_b62_bad_steps_at_the_end_are_in_the_receipt(tmp_path):
     bad = [rows_of(k)[0] for k in (2, 6, 7)]
     tree = receipt(fake.run(tmp_path, fake.Options(nan_rows=bad), train={"steps": 8}).run_dir)
-    assert tree["warnings"] == [
-        "3 of 8 steps had a non-finite loss or gradient and were skipped, the last 2 in a row"
-    ]
+    assert tree["warnings"] == ["3 of 8 steps had a non-finite loss or gradient and were skipped, the last 2 in a row"]
 
 
 def test_b62_b42_bad_steps_in_a_row_fail_the_run_and_keep_the_last_good_checkpoint(tmp_path):

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from lamella.config import load_run_config
 from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
+from lamella.models.layout import pack_rows
+from lamella.store.quantize import quantize_checkpoint
+from lamella.train.assemble import assemble_parts
+from lamella.train.loop import train_run
 from lamella.train.ranks import Ranks
 from tests import fixtures
 from tests.train import fake
@@ -149,47 +154,78 @@ def test_failure_of_the_first_rank_ends_the_others(tmp_path):
     assert "cannot be written" in texts[1]
 
 
-@pytest.mark.parametrize(("rows", "bias"), [(4, False), (4, True), (1, False)])
-def test_b60_experts_that_no_token_of_a_rank_reaches(tmp_path, stores, rows, bias):
-    """Two ranks on a real MoE through the command line; with `bias` every token goes to experts 0 and 1."""
-    import shutil
+def routed_store(stores, folder, case):
+    """A MoE whose router is set in the checkpoint, and its rows.
 
-    from lamella.config import load_run_config
-    from lamella.store.quantize import quantize_checkpoint
-    from lamella.train.loop import train_run
+    `two`, `one`: equal router logits everywhere, and the first expert(s) win every tie; 2 or 1 experts a token.
+    `apart`: tokens of the first (longer) row go to experts 0 and 1, those of the second to 2 and 3: the sign of hidden
+    feature 0, which the embeddings set, decides.
+    """
+    rows = fixtures.chat12()[:4]
+    if case == "plain":
+        return stores / "moe", rows
+    template = None if case == "apart" else fixtures.CHATML
+    tokenizer = fixtures.make_tokenizer(chat_template=template)
+    config = fixtures.moe_config(top_k=1 if case == "one" else 2)
+    fixtures.write_checkpoint(folder / "hf", config, tokenizer=tokenizer, shards=1)
+    file = folder / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    gates = [name for name in tensors if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    for name in gates:
+        tensors[name] = torch.zeros_like(tensors[name])
+    if case == "apart":
+        rows = [{"prompt": "qjqqjq", "completion": "jqqjqjqj"}, {"prompt": "zxx", "completion": "xzzx"}]
+        for name in gates:
+            tensors[name][:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
+        first = tokenizer("qjqqjqjqqjqjqj")["input_ids"]
+        tensors["model.embed_tokens.weight"][:, 0] = -3.0
+        tensors["model.embed_tokens.weight"][first, 0] = 3.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    quantize_checkpoint(folder / "hf", folder / "store", threads=1)
+    return folder / "store", rows
 
-    store = stores / "moe"
-    if bias:
-        from safetensors.torch import save_file
 
-        shutil.copytree(stores / "moe-hf", tmp_path / "hf")
-        for file in (tmp_path / "hf").glob("*.safetensors"):
-            tensors = load_file(file)
-            for name in tensors:
-                if name.endswith("mlp.gate.weight"):  # equal router logits: the first two experts win every tie
-                    tensors[name] = tensors[name] * 0
-            save_file(tensors, file, metadata={"format": "pt"})
-        store = tmp_path / "store"
-        quantize_checkpoint(tmp_path / "hf", store, threads=1)
-    data = fixtures.write_jsonl(tmp_path / "rows.jsonl", fixtures.chat12()[:rows])
+def experts_reached(config, row):
+    """Experts that see tokens of this one row, but for its last one (which nothing is learnt from)."""
+    parts = assemble_parts(config, Ranks(0, 1), False)
+    encoded = parts.data.dataset.rows[row]
+    batch = pack_rows([(list(encoded.input_ids)[:-1], list(encoded.label_mask)[:-1])], [row])
+    parts.engine.loss_sums([batch])
+    hits = parts.engine.walk.expert_hits()
+    parts.engine.close()
+    return {expert for counts in hits.values() for expert, count in enumerate(counts) if count}
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "moved"), [("plain", 4, 32), ("plain", 1, 32), ("two", 4, 16), ("one", 4, 8), ("apart", 2, 32)]
+)
+def test_b60_experts_that_no_token_of_a_rank_reaches(tmp_path, stores, case, count, moved):
+    """Two ranks on a real MoE through the command line give what one process gives."""
+    store, rows = routed_store(stores, tmp_path, case)
+    data = fixtures.write_jsonl(tmp_path / "rows.jsonl", rows[:count])
     (tmp_path / "run.toml").write_text(
         f'store = "{store}"\n[data]\ntrain = ["{data}"]\n[lora]\nrank = 4\n[compute]\ndtype = "fp32"\n'
-        f'[train]\nsteps = 3\nrows_per_step = {rows}\neps = 1e-2\nwarmup_steps = 0\nschedule = "constant"\n'
+        f'[train]\nsteps = 3\nrows_per_step = {count}\neps = 1e-2\nwarmup_steps = 0\nschedule = "constant"\n'
     )
+    one_process = load_run_config(tmp_path / "run.toml", [f"runs_dir={tmp_path / 'one'}", "compute.threads=1"])
+    if case == "apart":
+        assert [experts_reached(one_process, row) for row in (0, 1)] == [{0, 1}, {2, 3}]
+        assert share_rows([15, 8], [1.0, 1.0]) == [[0], [1]]  # the longer row is rank 0's, whatever its place
     port = str(free_port())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     verb = ["-m", "lamella", "train", str(tmp_path / "run.toml"), f"runs_dir={tmp_path / 'many'}"]
     done = subprocess.run([*launcher, *verb], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("receipt of run: ok") == 1
-    train_run(load_run_config(tmp_path / "run.toml", [f"runs_dir={tmp_path / 'one'}", "compute.threads=1"]))
+    train_run(one_process)
     one, many = adapter(tmp_path / "one"), adapter(tmp_path / "many")
     for name in one:
         assert (one[name] - many[name]).norm() <= 1e-5 * one[name].norm(), name
-    if bias:
-        rows_moved = json.loads((tmp_path / "many" / "run" / "receipt.json").read_text())["moved"]
-        experts = next(row for row in rows_moved if row["class"] == "experts")
-        assert (experts["moved"], experts["total"]) == (16, 32)
+    rows_moved = json.loads((tmp_path / "many" / "run" / "receipt.json").read_text())["moved"]
+    experts = next(row for row in rows_moved if row["class"] == "experts")
+    assert experts["total"] == 32
+    assert experts["moved"] == moved or case == "plain"
 
 
 def test_torchrun_environment_must_be_whole(monkeypatch):
