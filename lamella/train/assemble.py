@@ -32,6 +32,7 @@ from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
+from lamella.train.state import check_validation
 from lamella.units import parse_bytes
 
 MEASURED = ("loss", "perplexity")
@@ -85,7 +86,8 @@ class Rows:
 
 
 def check_metric(config: RunConfig) -> None:
-    """Raises `UserError` when `validation.metric` is none that training measures."""
+    """Raises `UserError` when `validation.metric` is none that training measures, or there is nothing to measure."""
+    check_validation(config.validation)
     if config.validation.data and config.validation.metric not in MEASURED:
         raise UserError(
             f"validation.metric = {config.validation.metric!r} is not measured during training",
@@ -393,7 +395,9 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
     held_out = _encode(config, tokenizer, config.validation.data) if config.validation.data else None
     engine = _open_engine(config, store, ranks)
     adapter = _open_adapter(config, engine.skeleton)
-    validation = held_out and LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
+    validation = None
+    if held_out is not None:
+        validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
     start = _first_losses(engine, adapter, rows) if fresh_start else {}
     engine.attach(adapter)
     sites = list(adapter.sites.values())

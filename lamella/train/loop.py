@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from lamella.config import RunConfig, ValidationConfig
+from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
@@ -31,7 +31,16 @@ from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts, StepRows, TrainResult
 from lamella.train.ranks import Ranks
-from lamella.train.state import Best, RunState, digest_of, digests, direction, sibling, without_gradient
+from lamella.train.state import (
+    Best,
+    RunState,
+    check_validation,
+    digest_of,
+    digests,
+    direction,
+    sibling,
+    without_gradient,
+)
 
 _BAD_SHARE = 0.05  # of all steps may be skipped as bad, whatever max_bad_steps says of steps in a row
 Assemble = Callable[[RunConfig, Ranks, bool], Parts]
@@ -82,13 +91,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
         from lamella.train.assemble import assemble_parts
 
         assemble = assemble_parts
-    if config.validation.data:
-        direction(config.validation)
-    elif config.validation.metric != ValidationConfig().metric:
-        raise UserError(
-            f"validation.metric = {config.validation.metric!r}, but there is no validation.data to measure it on",
-            fix="set validation.data, or leave validation.metric out",
-        )
+    check_validation(config.validation)
     ranks = Ranks.join()
     folder = RunFolder(config)
     try:

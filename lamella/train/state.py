@@ -99,6 +99,17 @@ def direction(config: ValidationConfig) -> str:
     return known
 
 
+def check_validation(config: ValidationConfig) -> None:
+    """Raises `UserError` for a metric whose direction is not known, or one asked for without data to measure it on."""
+    if config.data:
+        direction(config)
+    elif config.metric != ValidationConfig().metric:
+        raise UserError(
+            f"validation.metric = {config.metric!r}, but there is no validation.data to measure it on",
+            fix="set validation.data, or leave validation.metric out",
+        )
+
+
 @dataclass
 class RunState:
     """Position and history.

@@ -42,7 +42,7 @@ def test_system_of_prompt_and_completion_is_rendered(tokenizer):
 
 @pytest.mark.parametrize("extra", [{"system": "SYSTEMTEXT"}, {"tools": [{"name": "get_answer"}]}])
 def test_system_and_tools_need_a_template(extra):
-    bare = make_tokenizer(template=None)
+    bare = make_tokenizer(chat_template=None)
     row = {"prompt": "the street", "completion": "avenue"}
     assert encode_row(row, bare).ids
     with pytest.raises(RowError, match="no chat template"):
@@ -51,7 +51,7 @@ def test_system_and_tools_need_a_template(extra):
 
 def test_unused_system_setting_is_told(tmp_path):
     row = {"prompt": "the street", "completion": "avenue"}
-    report = encode_rows(tmp_path, [row], make_tokenizer(template=None), system="be brief").report
+    report = encode_rows(tmp_path, [row], make_tokenizer(chat_template=None), system="be brief").report
     assert any("data.system is not used" in line for line in report.warnings)
 
 
@@ -78,7 +78,7 @@ def test_unused_system_setting_is_told(tmp_path):
 def test_lost_content_is_a_problem_of_the_row(tmp_path, tokenizer, row, reason):
     problem = dropped(tmp_path, row, tokenizer)
     assert reason in str(problem)
-    with pytest.raises(UserError, match="rows.jsonl:2"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:2"):
         encode_rows(tmp_path, [GOOD, row], tokenizer)
 
 
@@ -97,7 +97,11 @@ def test_what_is_read_as_something_else_is_counted(tmp_path, tokenizer, row, not
 
 def test_nothing_in_columnar_files_is_no_content(tmp_path, tokenizer):
     empty = {"tool_calls": None, "reasoning_content": "", "function_call": {}}
-    row = {"system": None, "tools": [], "messages": [{**USER, **empty, "weight": None}, {**ANSWER, **empty, "weight": 1}]}
+    row = {
+        "system": None,
+        "tools": [],
+        "messages": [{**USER, **empty, "weight": None}, {**ANSWER, **empty, "weight": 1}],
+    }
     same = {"system": "one", "messages": [{"role": "system", "content": "one"}, USER, ANSWER]}
     data = encode_rows(tmp_path, [GOOD, row, same], tokenizer)
     assert data.rows[0].input_ids == data.rows[1].input_ids
@@ -105,7 +109,7 @@ def test_nothing_in_columnar_files_is_no_content(tmp_path, tokenizer):
 
 
 def test_old_function_call_is_a_tool_call():
-    tokenizer = make_tokenizer(template=TOOLS)
+    tokenizer = make_tokenizer(chat_template=TOOLS)
     old = {"messages": [USER, {"role": "assistant", "content": "x", "function_call": CALL}]}
     new = {"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": [{"function": CALL}]}]}
     assert read_conversation(old) == read_conversation(new)
@@ -126,7 +130,7 @@ def test_endless_integer_is_a_problem_of_the_row(tmp_path, tokenizer):
 
 
 def test_missing_and_broken_tokenizers_are_told_shortly(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer.json") as caught:
+    with pytest.raises(UserError, match=r"no tokenizer\.json") as caught:
         load_tokenizer(tmp_path)
     assert len(str(caught.value)) < 200 + len(str(tmp_path))
     assert "quantise again" in str(caught.value)

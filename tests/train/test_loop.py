@@ -119,7 +119,7 @@ def test_b62_one_bad_step_in_twenty_may_pass(tmp_path):
     bad = [order[k] for k in (9, 19, 29, 49, 59)]
     tree = receipt(fake.run(tmp_path / "a", fake.Options(nan_rows=bad[:3]), train=config).run_dir)
     assert (tree["status"], tree["figures"]["skipped_bad"]) == ("ok", 3)
-    with pytest.raises(RunFailed, match="4 of 50 steps .* at most 3 of 60 may"):
+    with pytest.raises(RunFailed, match=r"4 of 50 steps .* at most 3 of 60 may"):
         fake.run(tmp_path / "b", fake.Options(nan_rows=bad), train=config)
 
 

@@ -240,7 +240,7 @@ def test_b11_one_row_without_labels_among_seven(plain_store, real_config, tmp_pa
     settings = {"train": [str(data)], "max_tokens": 60}
     train = {"rows_per_step": 1, "epochs": 2}
     config = real_config("dense", data=settings, train=train).model_copy(update={"store": plain_store})
-    with pytest.raises(UserError, match="1 of 8 rows are over data.max_tokens = 60"):
+    with pytest.raises(UserError, match=r"1 of 8 rows are over data\.max_tokens = 60"):
         train_run(config)
     settings |= {"too_long": "drop", "max_drop_share": 0.2}
     config = real_config("dense", data=settings, train=train).model_copy(update={"store": plain_store})
