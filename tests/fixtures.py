@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
-WORDS = ["the", "layer", "walk", "reads", "each", "block", "once", "and", "keeps", "its", "adapter", "small", "while", "tokens", "pass", "through", "the", "frozen", "base", "street", "avenue", "invoice", "company", "onion", "basil", "court", "appeal", "district", "name", "number", "city", "state"]
+WORDS = [
+    "the", "layer", "walk", "reads", "each", "block", "once", "and", "keeps", "its", "adapter", "small", "while",
+    "tokens", "pass", "through", "the", "frozen", "base", "street", "avenue", "invoice", "company", "onion",
+    "basil", "court", "appeal", "district", "name", "number", "city", "state",
+]  # fmt: skip
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
