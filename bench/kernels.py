@@ -1,6 +1,7 @@
 """NF4 kernels beside bitsandbytes on this CPU, in one process: `python -m bench.kernels`.
 
-One JSON line a case. Rates are medians over interleaved repeats, all cores. `ours` writes into a
+One JSON line a case. Rates are medians, all cores; the sides take turns, a few calls in a row each, the first of
+which is not counted: either side leaves caches, page tables and sleeping threads that are not the other's doing. `ours` writes into a
 buffer that is reused, as the layer walk does. The peer is measured twice: as its API must be used
 (a fresh output each time) and at its best (its C entry point called directly into a reused buffer).
 """
@@ -47,11 +48,16 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
+def turn(run: Callable[[], object], calls: int) -> list[float]:
+    run()
+    return [seconds(run) for _ in range(calls)]
+
+
 def measure(case: Case) -> dict[str, object]:
-    for _ in range(2):
-        case.ours(), case.peer()
-    pairs = [(seconds(case.ours), seconds(case.peer)) for _ in range(case.repeats)]
-    ours_s, peer_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    calls = max(2, case.repeats // 5)
+    turns = [(turn(case.ours, calls), turn(case.peer, calls)) for _ in range(-(-case.repeats // calls))]
+    ours_s = statistics.median(s for ours, _ in turns for s in ours)
+    peer_s = statistics.median(s for _, theirs in turns for s in theirs)
     result: dict[str, object] = {
         "case": case.name,
         "unit": case.unit,
