@@ -34,7 +34,8 @@ def layer_shapes(kind: str) -> tuple[dict, dict[str, tuple[int, ...]]]:
         sizes = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
                  "num_experts": 32, "moe_intermediate_size": 768, "intermediate_size": 6144}  # fmt: skip
         shapes = {"mlp.gate.weight": (32, 2048), "mlp.experts.gate_up_proj": (32, 1536, 2048),
-                  "mlp.experts.down_proj": (32, 2048, 768)}  # fmt: skip
+                  "mlp.experts.down_proj": (32, 2048, 768), "self_attn.q_norm.weight": (128,),
+                  "self_attn.k_norm.weight": (128,)}  # fmt: skip
     else:
         sizes = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
                  "intermediate_size": 14336}  # fmt: skip
