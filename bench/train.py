@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lamella.config import TrainConfig
-from lamella.errors import UserError
-from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
+_ENVIRONMENT = dict(os.environ)  # before lamella sets how long threads spin: the peer runs as its users run it
+
+from lamella.config import TrainConfig  # noqa: E402
+from lamella.errors import UserError  # noqa: E402
+from lamella.store.quantize import QuantizeSettings, quantize_checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PEER_VENV = ROOT / ".bench-venv"
@@ -87,7 +89,7 @@ def peer_python() -> Path:
 def ask(command: list[str], job: dict[str, Any]) -> dict[str, Any]:
     """Run one side on a job and read the JSON line that it ends with."""
     threads = str(job.get("threads", os.cpu_count()))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    env = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, env=env, check=False
     )
