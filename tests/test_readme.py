@@ -21,7 +21,8 @@ def test_readme_is_short_and_names_files_that_exist():
     assert len(text.splitlines()) < 200
     for name in re.findall(r"`((?:docs|tests|bench|examples|scripts|lamella)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
-    assert len(blocks()) >= 4
+    assert len(blocks()) >= 3
+    assert "@@" not in text, "a figure is still to be filled in"
 
 
 @pytest.mark.timeout(900)
