@@ -23,6 +23,7 @@ test-slow: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(PY) -m bench.kernels
+	$(PY) -m bench.attention
 	$(PY) -m bench.quantize
 	$(PY) -m bench.train
 
