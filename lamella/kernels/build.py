@@ -22,11 +22,16 @@ from pathlib import Path
 SOURCES_DIR = Path(__file__).parent / "cpu"
 # No contraction and no fast-math: every path gives the same bits.
 COMMON_FLAGS = ("-std=c11", "-O3", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-pthread")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
+_AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+# Sources that need instructions beyond the baseline; each must compile to an empty unit without them.
 X86_FLAGS = {
     "avx2.c": ("-mavx2", "-mfma", "-mf16c"),
     "avx512.c": ("-mavx512f", "-mavx512bw", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
+    "amx_attention.c": _AMX,
+    "amx_experts.c": _AMX,
+    "rows.c": (*_AVX512, "-mavx512bf16"),
 }
-PORTABLE_SOURCES = ("nf4.c", "parallel.c", "portable.c")
 
 
 class CompileError(Exception):
@@ -70,9 +75,9 @@ def _compile(folder: Path, name: str) -> Path:
     compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         objects = []
-        for source in sorted(PORTABLE_SOURCES + tuple(X86_FLAGS)):
-            objects.append(str(Path(scratch, source).with_suffix(".o")))
-            _call([*compiler, *COMMON_FLAGS, *_flags(source), "-c", str(SOURCES_DIR / source), "-o", objects[-1]])
+        for source in sorted(SOURCES_DIR.glob("*.c")):
+            objects.append(str(Path(scratch, source.name).with_suffix(".o")))
+            _call([*compiler, *COMMON_FLAGS, *_flags(source.name), "-c", str(source), "-o", objects[-1]])
         made = Path(scratch, name)
         _call([*compiler, "-shared", "-pthread", *objects, "-o", str(made)])
         return made.replace(folder / name)
