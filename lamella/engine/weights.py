@@ -1,9 +1,9 @@
 """Where the base weights are, and how a layer's come to its modules.
 
 Every layer's quantised parameters are views of one shared buffer in the compute dtype: dequantising layer i
-into it is all that binding takes. Small tensors that were kept in 16 bit (norms, biases, routers) stay in memory.
-Packed layers are held in memory as far as the budget goes; the others are read from the store into two slots,
-the next one ahead of its turn.
+into it is all that binding takes. On a CPU experts stay packed (`models/packed.py`). Small tensors that were kept in
+16 bit (norms, biases, routers) stay in memory. Packed layers are held in memory as far as the budget goes; the others are
+read from the store into two slots, the next one ahead of its turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from lamella.engine.device import Copier, CudaCopier, DeviceSlots
 from lamella.errors import UserError
-from lamella.models.binding import ParamPlan, plan_binding
+from lamella.models.binding import plan_binding
+from lamella.models.packed import ExpertBytes, can_stay_packed
+from lamella.models.pieces import ParamPlan
 from lamella.models.skeleton import Skeleton
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.verify import read_exactly
@@ -121,6 +123,8 @@ class LayerWeights:
             by_layer.setdefault(plan.layer, []).append(plan)
         self._by_layer = by_layer
         layers = len(skeleton.layers)
+        # On a device weights are copied to slots that the next copy may overwrite: they must leave at once.
+        self._may_stay_packed = device.type == "cpu" and copier is None
         self._buffer = torch.empty(
             max((self._quantised_numel(by_layer.get(i, [])) for i in range(layers)), default=0),
             dtype=skeleton.dtype, device=device,
@@ -131,9 +135,11 @@ class LayerWeights:
         self._packed: dict[int, PackedGroup] = {}
         self._bind_outer()
         self._fills: list[list[Fill]] = []
+        self._experts: list[list[ExpertBytes]] = []
         for i in range(layers):
             small = self._small_tensors(i)
             self._fills.append(self._bind_layer(by_layer.get(i, []), small))
+            self._experts.append(self._bind_experts(by_layer.get(i, [])))
         self._on_device: DeviceSlots | None = None
         if copier is None and device.type == "cuda":
             copier = CudaCopier(device)
@@ -148,7 +154,18 @@ class LayerWeights:
         return self._formats[plan.pieces[0].source] == "nf4"
 
     def _quantised_numel(self, plans: list[ParamPlan]) -> int:
-        return sum(_padded(torch.Size(p.shape).numel()) for p in plans if self._is_quantised(p))
+        wanted = [p for p in plans if self._is_quantised(p) and not self._stays_packed(p)]
+        return sum(_padded(torch.Size(p.shape).numel()) for p in wanted)
+
+    def _owner(self, plan: ParamPlan) -> tuple[nn.Module, str]:
+        """Module that holds a layer's parameter, and its name there."""
+        assert plan.layer is not None
+        path, _, key = plan.name.removeprefix(f"{self.skeleton.prefix}.{plan.layer}.").rpartition(".")
+        return self.skeleton.layers[plan.layer].get_submodule(path), key
+
+    def _stays_packed(self, plan: ParamPlan) -> bool:
+        quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
+        return quantised and can_stay_packed(plan, self._owner(plan)[0], self.store.manifest.block_size)
 
     def _kept_bytes(self) -> int:
         size = self.skeleton.dtype.itemsize
@@ -189,10 +206,9 @@ class LayerWeights:
     def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
         fills, offset = [], 0
         for plan in plans:
-            assert plan.layer is not None
-            layer = self.skeleton.layers[plan.layer]
-            path, _, key = plan.name.removeprefix(f"{self.skeleton.prefix}.{plan.layer}.").rpartition(".")
-            module = layer.get_submodule(path)
+            module, key = self._owner(plan)
+            if self._stays_packed(plan):
+                continue
             if self._is_quantised(plan):
                 numel = torch.Size(plan.shape).numel()
                 view = self._buffer[offset : offset + numel].view(plan.shape)
@@ -205,6 +221,19 @@ class LayerWeights:
                     piece.view(view).copy_(small[piece.source])
             _set(module, key, view)
         return fills
+
+    def _bind_experts(self, plans: list[ParamPlan]) -> list[ExpertBytes]:
+        """Hang the whereabouts of packed experts into their modules."""
+        by_module: dict[int, tuple[nn.Module, dict[str, ParamPlan]]] = {}
+        for plan in plans:
+            if self._stays_packed(plan):
+                module, key = self._owner(plan)
+                by_module.setdefault(id(module), (module, {}))[1][key] = plan
+        found = []
+        for module, named in by_module.values():
+            module.__dict__["lamella_packed"] = ExpertBytes(named)
+            found.append(module.__dict__["lamella_packed"])
+        return found
 
     # ---- at work --------------------------------------------------------------------------------
 
@@ -249,6 +278,10 @@ class LayerWeights:
             packed = self._on_device.take(i, packed)
         for fill in self._fills[i]:
             packed.dequantize_many(fill.names, fill.out)
+        for other in self._experts[before] if before is not None else ():
+            other.group = None
+        for experts in self._experts[i]:
+            experts.group = packed
         if self._on_device is not None:
             self._on_device.done(i)
         torch.autograd.graph.increment_version(self._buffer)
@@ -271,8 +304,7 @@ class LayerWeights:
             if plan.layer is None:
                 bound = outer[plan.name]
             elif not self._is_quantised(plan):
-                path, _, key = plan.name.removeprefix(f"{self.skeleton.prefix}.{plan.layer}.").rpartition(".")
-                module = self.skeleton.layers[plan.layer].get_submodule(path)
+                module, key = self._owner(plan)
                 bound = {**module._parameters, **module._buffers}[key]
             else:
                 continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,40 +26,8 @@ from transformers.core_model_loading import (
 )
 
 from lamella.errors import UserError
+from lamella.models.pieces import ParamPlan, Piece
 from lamella.models.skeleton import Skeleton
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One stored tensor and the contiguous run of a parameter that it fills.
-
-    `at` indexes the parameter: () whole; (e,) one expert; (e, first, last) rows first..last-1 of expert e.
-    """
-
-    source: str
-    at: tuple[int, ...] = ()
-
-    def view(self, parameter: Tensor) -> Tensor:
-        if len(self.at) == 3:
-            return parameter[self.at[0], self.at[1] : self.at[2]]
-        return parameter[self.at[0]] if self.at else parameter
-
-
-@dataclass
-class ParamPlan:
-    """Where one parameter (or persistent buffer) of the model comes from.
-
-    Attributes:
-        name: full dotted name in the model.
-        layer: decoder layer index, or None outside the layers.
-        shape: shape in the model.
-        pieces: stored tensors that fill it.
-    """
-
-    name: str
-    layer: int | None
-    shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
 
 
 def model_parameters(skeleton: Skeleton) -> dict[str, tuple[int | None, Tensor]]:

@@ -1,6 +1,7 @@
 """Experts of a MoE layer, registered with transformers' `ExpertsInterface` as `lamella`.
 
-Tokens are sorted by expert once; each expert then works on one contiguous run of rows, with its LoRA pair
+Plain SwiGLU experts on a CPU in bf16 run as one fused function (`experts_cpu.py`); this is the general way. Tokens are
+sorted by expert once; each expert then works on one contiguous run of rows, with its LoRA pair
 in the same pass. Backward is written by hand: input and adapter gradients only, the frozen weights are
 read from the module (see `linear.py`).
 
@@ -10,14 +11,16 @@ I inputs, O outputs, r rank, E experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from lamella.errors import UserError
+from lamella.models import experts_cpu
 from lamella.models.linear import DropoutClock, LoraSite
+from lamella.models.packed import ExpertBytes, ExpertParameter
 
 NAME = "lamella"
 PAD_ROWS = 16
@@ -28,7 +31,7 @@ a kernel (2 ms, 0.9 MB, kept) for every new number of rows."""
 class _GroupedLinear(torch.autograd.Function):
     """Rows offsets[e] .. offsets[e + 1] of x go through expert e: y = x W_e^T + bias_e + scale (drop(x) A_e^T) B_e^T.
 
-    W is [E, O, I], or [E, I, O] where the family stores it transposed.
+    W is [E, O, I], or [E, I, O] where the family stores it transposed; one expert's matrix is good until the next is asked for.
     """
 
     @staticmethod
@@ -36,7 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x_SI: Tensor, a_ErI: Tensor | None, b_EOr: Tensor | None, module: nn.Module, name: str,
         bounds: list[tuple[int, int, int]], scale: float, keep: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        weight = getattr(module, name)
+        weight = _weight(module, name, x_SI.dtype)
         transposed = bool(module.is_transposed)
         y_SO = x_SI.new_empty(x_SI.shape[0], weight.shape[2] if transposed else weight.shape[1])
         rank = 0 if a_ErI is None else a_ErI.shape[1]
@@ -44,8 +47,8 @@ class _GroupedLinear(torch.autograd.Function):
         dropped_SI = x_SI if keep is None else x_SI * keep
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         for e, first, last in bounds:
-            y = y_SO[first:last]
-            torch.mm(x_SI[first:last], weight[e] if transposed else weight[e].T, out=y)
+            y, w = y_SO[first:last], weight[e]
+            torch.mm(x_SI[first:last], w if transposed else w.T, out=y)
             if bias is not None:
                 y += bias[e]
             if a_ErI is not None and b_EOr is not None:
@@ -59,7 +62,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_SO: Tensor) -> tuple[Tensor | None, ...]:
-        weight = getattr(ctx.module, ctx.name)
+        weight = _weight(ctx.module, ctx.name, dy_SO.dtype)
         transposed = bool(ctx.module.is_transposed)
         dx_SI = da_ErI = db_EOr = None
         if ctx.needs_input_grad[0]:
@@ -72,7 +75,8 @@ class _GroupedLinear(torch.autograd.Function):
         for e, first, last in ctx.bounds:
             dy = dy_SO[first:last]
             if dx_SI is not None:
-                torch.mm(dy, weight[e].T if transposed else weight[e], out=dx_SI[first:last])
+                w = weight[e]
+                torch.mm(dy, w.T if transposed else w, out=dx_SI[first:last])
             if da_ErI is not None and db_EOr is not None:
                 dxa = (dy @ b_EOr[e]).mul_(ctx.scale)
                 torch.mm(dy.T, xa_Sr[first:last], out=db_EOr[e]).mul_(ctx.scale)
@@ -109,15 +113,22 @@ class _Combine(torch.autograd.Function):
         return dy_SH, (dweights_TK if ctx.needs_input_grad[1] else None), None
 
 
-def _site(module: nn.Module, name: str) -> LoraSite | None:
-    sites: dict[str, LoraSite] = module.__dict__.get("lamella_lora", {})
-    return sites.get(name)
+def _weight(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor | ExpertParameter:
+    """The parameter, or what stands for it where it stays packed; indexing gives one expert's matrix."""
+    packed: ExpertBytes | None = module.__dict__.get("lamella_packed")
+    if packed is not None and name in packed.plans:
+        return packed.parameter(name, dtype)
+    return cast(Tensor, getattr(module, name))
+
+
+def _sites(module: nn.Module) -> dict[str, LoraSite]:
+    return cast(dict[str, LoraSite], module.__dict__.get("lamella_lora", {}))
 
 
 def _grouped(
     module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], pairs_S2: Tensor
 ) -> Tensor:
-    site = _site(module, name)
+    site = _sites(module).get(name)
     if site is None:
         return _GroupedLinear.apply(x_SI, None, None, module, name, bounds, 1.0, None)
     keep = DropoutClock.keep(x_SI.shape[1], site.dropout, site.site, pairs_S2)
@@ -139,6 +150,9 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
+    sites = _sites(module)
+    if experts_cpu.can_fuse(module, hidden_states, sites):
+        return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites)
     experts = int(module.num_experts)  # type: ignore[arg-type]
     tokens, per_token = top_k_index.shape
     expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lamella.errors import UserError
 from lamella.kernels import AbsmaxState, dequantize_absmax, dequantize_nf4
+from lamella.kernels.layout import ABSMAX_BLOCK
 from lamella.store.manifest import Group, Manifest, TensorRecord, read_manifest
 from lamella.store.verify import read_exactly, verify_store
 
@@ -62,6 +63,29 @@ class PackedGroup:
             return out.copy_(self.raw(name).view(out.shape))
         dequantize_nf4(self.part(name, "codes", torch.uint8), self._scales((name,)), out, self.block_size)
         return out
+
+    def dequantize_slice(self, name: str, first: int, out: Tensor) -> Tensor:
+        """Write elements `first` .. of an nf4 tensor, taken flat, into `out`.
+
+        Args:
+            first: a multiple of the block size.
+            out: bf16, fp16 or fp32, contiguous; its size says how many, a multiple of the block size too.
+        """
+        assert first % self.block_size == 0
+        assert out.numel() % self.block_size == 0
+        block, blocks = first // self.block_size, out.numel() // self.block_size
+        codes = self.part(name, "codes", torch.uint8)[first // 2 : (first + out.numel()) // 2]
+        if "absmax" in self.records[name].parts:
+            scales = self.part(name, "absmax", torch.float32)[block : block + blocks]
+        else:
+            whole = self._scales((name,))
+            assert isinstance(whole, AbsmaxState)
+            start = block // ABSMAX_BLOCK * ABSMAX_BLOCK  # second-level blocks are undone from their start
+            stop = min(-(-(block + blocks) // ABSMAX_BLOCK) * ABSMAX_BLOCK, whole.q.numel())
+            absmax2 = whole.absmax2[start // ABSMAX_BLOCK : -(-stop // ABSMAX_BLOCK)]
+            around = dequantize_absmax(AbsmaxState(whole.q[start:stop], whole.code, absmax2, whole.offset))
+            scales = around[block - start : block - start + blocks]
+        return dequantize_nf4(codes, scales, out, self.block_size)
 
     def dequantize_many(self, names: Sequence[str], out: Tensor) -> Tensor:
         """Write tensors one after the other into `out`, as if concatenated flat.

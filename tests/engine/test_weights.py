@@ -73,13 +73,16 @@ def test_device_slots_give_the_same_bits(streamed, made):
     plain = Engine.open(store, dtype="fp32")
     trained_adapter(plain)
     _, wanted = step_gradients(plain, [ROWS])
+
+    def on_slots(copier, budget=None):
+        skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), torch.float32)
+        return skeleton, LayerWeights(store, skeleton, torch.device("cpu"), budget, copier)
+
     budget = None
     if streamed:
-        budget = plain.walk.weights.residency.fixed_bytes + 2 * max(store.group_bytes(i) for i in range(4)) + 1
-    config = load_config(store.path, store.manifest.tie_word_embeddings)
-    skeleton = Skeleton(config, torch.float32)
+        budget = on_slots(HostCopier())[1].residency.fixed_bytes + 2 * max(store.group_bytes(i) for i in range(4)) + 1
     copier = Recording()
-    weights = LayerWeights(store, skeleton, torch.device("cpu"), budget, copier)
+    skeleton, weights = on_slots(copier, budget)
     engine = Engine(store, skeleton, Walk(skeleton, weights), keep_bytes=0, recompute="always")
     trained_adapter(engine)
     for _ in range(2):

@@ -1,0 +1,139 @@
+"""Expert weights that stay packed: an expert is dequantised when its tokens come, and never all of them at once.
+
+A MoE layer's experts are nearly all of its bytes: the 128 experts of a Qwen3-235B layer take 4.8 GB dequantised, one takes
+38 MB. On a CPU their parameters therefore have no place in the shared buffer; the module holds an `ExpertBytes` instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lamella.kernels.experts import COLUMNS, PARTS, PackedExperts
+from lamella.models.pieces import ParamPlan, Piece
+from lamella.store.reader import PackedGroup
+
+BLOCK = 64
+_scratch: dict[torch.dtype, Tensor] = {}
+
+
+def can_stay_packed(plan: ParamPlan, module: nn.Module, block_size: int) -> bool:
+    """Whether a parameter is a stack of experts whose borders are borders of quantised blocks."""
+    if len(plan.shape) != 3 or not hasattr(module, "has_gate") or block_size != BLOCK:
+        return False
+    experts = plan.shape[0]
+    whole = len(plan.pieces) == 1 and plan.pieces[0].at == ()
+    per_expert = torch.Size(plan.shape[1:]).numel()
+    if whole:
+        return per_expert % BLOCK == 0
+    sizes = [torch.Size(p.view(torch.empty(plan.shape, device="meta")).shape).numel() for p in plan.pieces]
+    return all(p.at for p in plan.pieces) and all(n % BLOCK == 0 for n in sizes) and len(plan.pieces) % experts == 0
+
+
+@dataclass
+class ExpertBytes:
+    """The expert parameters of one module, in its layer's packed bytes.
+
+    Attributes:
+        plans: parameter name in the module (`gate_up_proj`, `down_proj`, ...) -> where it comes from.
+        group: the layer's bytes, or None while the layer is not at work.
+    """
+
+    plans: dict[str, ParamPlan]
+    group: PackedGroup | None = None
+
+    def at_work(self) -> PackedGroup:
+        assert self.group is not None, "the layer is not at work"
+        return self.group
+
+    def parameter(self, name: str, dtype: torch.dtype) -> ExpertParameter:
+        return ExpertParameter(self, self.plans[name], dtype)
+
+    @cached_property
+    def _pieces(self) -> dict[str, dict[int, list[Piece]]]:
+        """Parameter -> expert (-1: all in one tensor) -> its pieces in the order of their rows."""
+        found: dict[str, dict[int, list[Piece]]] = {}
+        for name, plan in self.plans.items():
+            by_expert: dict[int, list[Piece]] = {}
+            for piece in sorted(plan.pieces, key=lambda p: p.at):
+                by_expert.setdefault(piece.at[0] if piece.at else -1, []).append(piece)
+            found[name] = by_expert
+        return found
+
+    def pieces(self, name: str, expert: int) -> tuple[list[Piece], bool]:
+        """Pieces of one expert, and whether they are a slice of the tensor of all experts."""
+        by_expert = self._pieces[name]
+        return (by_expert[-1], True) if -1 in by_expert else (by_expert[expert], False)
+
+    def _locate(self, name: str, expert: int, row: int) -> list[int]:
+        """Numbers for the kernels (`PARTS`) of the matrix that starts at this row of an expert."""
+        plan = self.plans[name]
+        columns = plan.shape[2]
+        pieces, sliced = self.pieces(name, expert)
+        if sliced:
+            source, element = pieces[0].source, (expert * plan.shape[1] + row) * columns
+        else:
+            piece = next(p for p in reversed(pieces) if len(p.at) < 3 or p.at[1] <= row)
+            source, element = piece.source, (row - (piece.at[1] if len(piece.at) == 3 else 0)) * columns
+        parts = {part: offset for part, (offset, _) in self.at_work().records[source].parts.items()}
+        names = ("absmax", "absmax_q", "absmax_code", "absmax2", "offset")
+        return [parts["codes"] + element // 2, *(parts.get(part, -1) for part in names), element // BLOCK]
+
+    @cached_property
+    def _table(self) -> Tensor | None:
+        """[E, 3, PARTS] for the fused kernels, or None where the matrices have no shape for them."""
+        gate_up, down = self.plans.get("gate_up_proj"), self.plans.get("down_proj")
+        if gate_up is None or down is None:
+            return None
+        experts, twice, hidden = gate_up.shape
+        inner = twice // 2
+        if hidden % COLUMNS or inner % COLUMNS or down.shape != (experts, hidden, inner):
+            return None
+        rows = [
+            [
+                self._locate("gate_up_proj", e, 0),
+                self._locate("gate_up_proj", e, inner),
+                self._locate("down_proj", e, 0),
+            ]
+            for e in range(experts)
+        ]
+        table = torch.tensor(rows, dtype=torch.int64)
+        assert table.shape == (experts, 3, PARTS)
+        return table
+
+    def for_kernels(self) -> PackedExperts | None:
+        """For the fused kernels, or None where they do not serve these shapes."""
+        if self._table is None:
+            return None
+        _, twice, hidden = self.plans["gate_up_proj"].shape
+        return PackedExperts(self.at_work().buffer, self._table, hidden, twice // 2)
+
+
+@dataclass
+class ExpertParameter:
+    """Stands for a [E, O, I] parameter: indexing dequantises one expert, into a buffer that the next one reuses."""
+
+    bytes: ExpertBytes
+    plan: ParamPlan
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.plan.shape
+
+    def __getitem__(self, expert: int) -> Tensor:
+        group, shape = self.bytes.at_work(), self.plan.shape[1:]
+        numel = torch.Size(shape).numel()
+        buffer = _scratch.get(self.dtype)
+        if buffer is None or buffer.numel() < numel:
+            buffer = _scratch[self.dtype] = torch.empty(numel, dtype=self.dtype)
+        out = buffer[:numel]
+        pieces, sliced = self.bytes.pieces(self.plan.name.rpartition(".")[2], expert)
+        if sliced:
+            group.dequantize_slice(pieces[0].source, expert * numel, out)
+        else:
+            group.dequantize_many([p.source for p in pieces], out)
+        return out.view(shape)

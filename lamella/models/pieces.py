@@ -1,0 +1,40 @@
+"""Where a model's parameters come from: stored tensors and the places they fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the contiguous run of a parameter that it fills.
+
+    `at` indexes the parameter: () whole; (e,) one expert; (e, first, last) rows first..last-1 of expert e.
+    """
+
+    source: str
+    at: tuple[int, ...] = ()
+
+    def view(self, parameter: Tensor) -> Tensor:
+        if len(self.at) == 3:
+            return parameter[self.at[0], self.at[1] : self.at[2]]
+        return parameter[self.at[0]] if self.at else parameter
+
+
+@dataclass
+class ParamPlan:
+    """Where one parameter (or persistent buffer) of the model comes from.
+
+    Attributes:
+        name: full dotted name in the model.
+        layer: decoder layer index, or None outside the layers.
+        shape: shape in the model.
+        pieces: stored tensors that fill it.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
