@@ -126,9 +126,14 @@ def _sites(module: nn.Module) -> dict[str, LoraSite]:
 
 
 def _grouped(
-    module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], pairs_S2: Tensor
+    module: nn.Module,
+    sites: dict[str, LoraSite],
+    name: str,
+    x_SI: Tensor,
+    bounds: list[tuple[int, int, int]],
+    pairs_S2: Tensor,
 ) -> Tensor:
-    site = _sites(module).get(name)
+    site = sites.get(name)
     if site is None:
         return _GroupedLinear.apply(x_SI, None, None, module, name, bounds, 1.0, None)
     keep = DropoutClock.keep(x_SI.shape[1], site.dropout, site.site, pairs_S2)
@@ -153,6 +158,13 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     sites = _sites(module)
     if experts_cpu.can_fuse(module, hidden_states, sites):
         return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites)
+    return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, sites)
+
+
+def expert_by_expert(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sites: dict[str, LoraSite]
+) -> Tensor:
+    """The general way, one matmul per expert and projection: any activation, bias, transposed weights, LoRA dropout."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
     tokens, per_token = top_k_index.shape
     expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -180,11 +192,11 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     slot_TK = slot_TK.view(tokens, per_token)
     x_SH = _Spread.apply(hidden_states, pairs_S2[:, 0], slot_TK)
     if module.has_gate:
-        up_SO = _grouped(module, "gate_up_proj", x_SH, bounds, pairs_S2)
+        up_SO = _grouped(module, sites, "gate_up_proj", x_SH, bounds, pairs_S2)
         inner_SI = module._apply_gate(up_SO)  # type: ignore[operator]
     else:
-        inner_SI = module.act_fn(_grouped(module, "up_proj", x_SH, bounds, pairs_S2))  # type: ignore[operator]
-    y_SH = _grouped(module, "down_proj", inner_SI, bounds, pairs_S2)
+        inner_SI = module.act_fn(_grouped(module, sites, "up_proj", x_SH, bounds, pairs_S2))  # type: ignore[operator]
+    y_SH = _grouped(module, sites, "down_proj", inner_SI, bounds, pairs_S2)
     return _Combine.apply(y_SH, top_k_weights, slot_TK)
 
 
