@@ -51,6 +51,12 @@ class _Job(ctypes.Structure):
         *((name, c_int64) for name in _SIZES), ("scale", c_float), ("isa", c_int32), ("threads", c_int32),
     ]  # fmt: skip
 
+    def lend(self, field: str, size_bytes: int) -> None:
+        """Point a field to memory of the job's own, aligned to a cache line."""
+        made = torch.empty(size_bytes + 64, dtype=torch.uint8)
+        self.__dict__.setdefault("lent", []).append(made)
+        setattr(self, field, -(-made.data_ptr() // 64) * 64)
+
 
 @cache
 def _library() -> ctypes.CDLL:
@@ -157,12 +163,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _scratch(size_bytes: int) -> tuple[Tensor, int]:
-    """Memory and an address in it that is a multiple of a cache line."""
-    made = torch.empty(size_bytes + 64, dtype=torch.uint8)
-    return made, -(-made.data_ptr() // 64) * 64
-
-
 def _job(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float, window: int | None,
     name: str | None, threads: int | None,
@@ -207,8 +207,8 @@ def forward(
     out_THV = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype)
     lse = torch.empty(heads, tokens, dtype=torch.float32)
     job = _job(q, k, v, out_THV.transpose(0, 1), lse, segments, scale, window, name, threads)
-    packed, job.packed = _scratch(job.chunk_count * job.kv_heads * job.value_size * 64)
-    scratch, job.scratch = _scratch(job.threads * _library().lamella_attention_scratch(job, 0))
+    job.lend("packed", job.chunk_count * job.kv_heads * job.value_size * 64)
+    job.lend("scratch", job.threads * _library().lamella_attention_scratch(job, 0))
     status = _library().lamella_attention_forward(job)
     assert status == 0
     return out_THV, lse
@@ -237,9 +237,9 @@ def backward(
     if longest > UNDIVIDED and kv_heads < WANTED_GRAINS:
         job.parts, job.undivided = -(-WANTED_GRAINS // kv_heads), UNDIVIDED
     floats = job.parts * kv_heads * job.chunk_count * (size + value_size) * CHUNK if job.parts > 1 else 0
-    partial, job.partial = _scratch(4 * floats)
-    packed, job.packed = _scratch(job.chunk_count * kv_heads * size * 64)
-    scratch, job.scratch = _scratch(job.threads * _library().lamella_attention_scratch(job, 1))
+    job.lend("partial", 4 * floats)
+    job.lend("packed", job.chunk_count * kv_heads * size * 64)
+    job.lend("scratch", job.threads * _library().lamella_attention_scratch(job, 1))
     status = _library().lamella_attention_backward(job)
     assert status == 0
     return grads[0], grads[1], grads[2]
