@@ -34,6 +34,8 @@ NAME = "lamella"
 SHORT_CPU = 320
 """Up to this many tokens torch on a CPU computes causal attention faster with plain matmuls, forward and backward: 5.3 times at 80
 tokens, 1.2 at 320, 0.7 at 1,024 (`python -m bench.attention`, one thread, bf16, 9 heads of 64)."""
+PATHS_USED: set[str] = set()
+"""What has computed packed attention in this process so far: a kernel's name, or `torch`. For the receipt."""
 _MAX_PADDING = 1.3  # a group may compute at most this many rows per real row
 
 
@@ -318,7 +320,9 @@ def packed_attention(
         if layout.cache.decoding:
             return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux), None
     if softcap is None and s_aux is None and kernels.takes(query[0], value[0]):
+        PATHS_USED.add(kernels.implementation())
         return _KernelAttention.apply(query, key, value, layout.segments, scale, sliding_window), None
+    PATHS_USED.add("torch")
     q_groups = _Split.apply(query[0], layout)
     k_groups = _Split.apply(key[0], layout)
     v_groups = _Split.apply(value[0], layout)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lamella.kernels import attention as kernels
-from lamella.models.attention import AttentionLayout, packed_attention
+from lamella.models.attention import PATHS_USED, AttentionLayout, packed_attention
 from lamella.models.layout import Tree, pack_rows, pack_trees
 
 BATCHES = {
@@ -44,6 +44,19 @@ def test_bf16_is_near_fp32(batch, size, over):
     assert error(out, true_out) < 1e-2
     for grad, expected in zip(grads, true_grads, strict=True):
         assert error(grad, expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "over", "path"),
+    [
+        (torch.bfloat16, 32, {}, kernels.implementation()), (torch.float32, 32, {}, "torch"), (torch.bfloat16, 40, {}, "torch"),
+        (torch.bfloat16, 32, {"softcap": 5.0}, "torch"),
+    ],
+)  # fmt: skip
+def test_the_path_is_recorded(dtype, size, over, path):
+    PATHS_USED.clear()
+    attend(BATCHES["rows"], dtype, size, **over)
+    assert {path} == PATHS_USED
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, True), (False, False, True)])

@@ -118,18 +118,25 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-INLINE void begin_tiles(const int isa) {
-    if (isa != ATTEND_AMX) return;
-    tile_config config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        config.bytes_a_row[t] = 64;
-        config.rows[t] = 16;
+/* Subnormals are taken as 0, as the bf16 instructions do; some of the others are very slow on them. Returns what
+   end_work puts back. */
+INLINE unsigned begin_work(const int isa) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    if (isa == ATTEND_AMX) {
+        tile_config config = {.palette = 1};
+        for (int t = 0; t < 8; t++) {
+            config.bytes_a_row[t] = 64;
+            config.rows[t] = 16;
+        }
+        _tile_loadconfig(&config);
     }
-    _tile_loadconfig(&config);
+    return before;
 }
 
-INLINE void end_tiles(const int isa) {
+INLINE void end_work(unsigned before, const int isa) {
     if (isa == ATTEND_AMX) _tile_release();
+    _mm_setcsr(before);
 }
 
 /* ---- Vectors ---- */
@@ -441,10 +448,10 @@ INLINE void forward_block(const attention *a, forward_scratch *s, const block_in
 }
 
 INLINE int forward_items(const attention *a, int64_t begin, int64_t end, void *scratch, const int isa) {
-    begin_tiles(isa);
+    const unsigned before = begin_work(isa);
     for (int64_t item = begin; item < end; item++)
         forward_block(a, scratch, a->blocks + item / a->heads, item % a->heads, isa);
-    end_tiles(isa);
+    end_work(before, isa);
     return 0;
 }
 
@@ -638,12 +645,12 @@ INLINE void backward_part(const attention *a, backward_scratch *s, sequence_info
 }
 
 INLINE int backward_items(const attention *a, int64_t begin, int64_t end, void *scratch, const int isa) {
-    begin_tiles(isa);
+    const unsigned before = begin_work(isa);
     for (int64_t item = begin; item < end; item++) {
         const int64_t part = item % a->parts, rest = item / a->parts;
         backward_part(a, scratch, a->sequences[rest / a->kv_heads], rest % a->kv_heads, part, isa);
     }
-    end_tiles(isa);
+    end_work(before, isa);
     return 0;
 }
 
