@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamella.errors import UserError
-from lamella.kernels import attention
+from lamella.kernels import attention, build, library
 from lamella.models.layout import Tree, pack_rows, pack_trees
 
 REPO = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def test_a_nan_stays_in_its_sequence(name):
 
 LONG = """
 import resource, torch
-from lamella.kernels import attention
+from lamella.kernels import attention, build, library
 torch.set_num_threads(2)
 T, H, K, D = 16_384, 4, 2, 64
 q, k, v, grad = (torch.randn(T, h, D).bfloat16() for h in (H, K, K, H))
@@ -233,3 +233,9 @@ def test_an_unknown_name_is_refused(monkeypatch):
     monkeypatch.setenv("LAMELLA_ATTENTION", "amxx")
     with pytest.raises(UserError, match="amxx"):
         attention.implementation.__wrapped__()
+
+
+def test_a_build_without_the_instructions_offers_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "X86_FLAGS", {})
+    lib = library.load(build.build(tmp_path))
+    assert not any(lib.lamella_attention_supported(isa) for isa in attention.IMPLEMENTATIONS.values())
