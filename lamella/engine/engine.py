@@ -238,7 +238,8 @@ class Engine:
         names = {v: k for k, v in DTYPES.items()}
         return {
             "device": str(self.walk.weights.device), "dtype": names[self.skeleton.dtype], "threads": torch.get_num_threads(),
-            "kernels": backend(), "attention": attention.NAME, "experts": experts.NAME, "base_dropout": 0.0,
+            "kernels": backend(), "attention": attention.NAME, "attention_paths": sorted(attention.PATHS_USED),
+            "experts": experts.NAME, "base_dropout": 0.0,
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
             "budget_bytes": self.budget_bytes,

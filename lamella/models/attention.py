@@ -4,8 +4,11 @@ transformers' attention modules call `packed_attention` through `AttentionInterf
 comes from the layout in use (`with layout.use():`), not from masks, so a sequence never attends to its
 neighbours. A family that builds a mask of its own is refused rather than computed wrongly.
 
-Plain sequences are gathered into a few right-padded groups of similar length: with causal attention the
-padding at the right is never seen by a real token, so no mask is needed. Trees get a boolean mask.
+bf16 on a CPU with AVX-512 goes to the C kernels (`lamella/kernels/attention.py`), which work on the packed
+tokens as they stand, trees and windows included; they were faster than torch at every size measured
+(`python -m bench.attention`). Everything else (fp32, other devices and CPUs, soft caps, sinks, odd head sizes) goes
+to torch: plain sequences are gathered into a few right-padded groups of similar length, for with causal attention the
+padding at the right is never seen by a real token, so no mask is needed; trees get a boolean mask.
 
 Shape suffixes: T tokens, H heads, K kv heads, D head size, n sequences of a group, L padded length.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,12 +27,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lamella.errors import UserError
+from lamella.kernels import attention as kernels
 from lamella.models.layout import PackedBatch
 
 NAME = "lamella"
 SHORT_CPU = 320
-"""Up to this many tokens a CPU computes causal attention faster with plain matmuls, forward and backward: 5.3 times at 80
+"""Up to this many tokens torch on a CPU computes causal attention faster with plain matmuls, forward and backward: 5.3 times at 80
 tokens, 1.2 at 320, 0.7 at 1,024 (`python -m bench.attention`, one thread, bf16, 9 heads of 64)."""
+PATHS_USED: set[str] = set()
+"""What has computed packed attention in this process so far: a kernel's name, or `torch`. For the receipt."""
 _MAX_PADDING = 1.3  # a group may compute at most this many rows per real row
 
 
@@ -77,6 +84,7 @@ class AttentionLayout:
     def __init__(self, batch: PackedBatch, cache: KVCache | None = None) -> None:
         self.cache = cache
         self.calls = 0
+        self.batch = batch
         device = batch.input_ids.device
         lengths = batch.lengths
         starts = batch.starts.tolist()
@@ -110,6 +118,11 @@ class AttentionLayout:
         self.in_order = len(self.pad_rows) == 0 and bool(
             torch.equal(self.order_P, torch.arange(batch.tokens, device=device))
         )
+
+    @cached_property
+    def segments(self) -> kernels.Segments:
+        """The same for the C kernels."""
+        return kernels.Segments.of(self.batch.visible_until, self.batch.position_ids, self.batch.starts)
 
     @contextmanager
     def use(self) -> Iterator[AttentionLayout]:
@@ -188,6 +201,28 @@ class _Join(torch.autograd.Function):
             grad_PHD[g.first : g.first + g.n * g.length].reshape(g.n, g.length, heads, size).transpose(1, 2)
             for g in layout.groups
         )
+
+
+class _KernelAttention(torch.autograd.Function):
+    """[1, H, T, D], [1, K, T, D], [1, K, T, V] -> [1, T, H, V] by the C kernels; keeps its arguments, the result and lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: kernels.Segments, scale: float, window: int | None
+    ) -> Tensor:
+        out_THV, lse_HT = kernels.forward(q[0], k[0], v[0], segments, scale, window)
+        out = out_THV[None]
+        ctx.save_for_backward(q, k, v, out, lse_HT)
+        ctx.rest = (segments, scale, window)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse_HT = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        grads = kernels.backward(grad[0], q[0], k[0], v[0], out[0], lse_HT, *ctx.rest, wanted=wanted)
+        return *(x if x is None else x[None] for x in grads), None, None, None
 
 
 def _explicit_attention(
@@ -284,6 +319,10 @@ def packed_attention(
         layout.cache.write(index, key, value)
         if layout.cache.decoding:
             return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux), None
+    if softcap is None and s_aux is None and kernels.takes(query[0], value[0]):
+        PATHS_USED.add(kernels.implementation())
+        return _KernelAttention.apply(query, key, value, layout.segments, scale, sliding_window), None
+    PATHS_USED.add("torch")
     q_groups = _Split.apply(query[0], layout)
     k_groups = _Split.apply(key[0], layout)
     v_groups = _Split.apply(value[0], layout)

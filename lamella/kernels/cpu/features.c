@@ -1,5 +1,6 @@
-/* What this machine can do with bf16, asked at run time. */
-#include <stdint.h>
+/* cpuid, and the kernel's leave to use tiles. */
+#include "features.h"
+
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
