@@ -79,7 +79,7 @@ def _compile(folder: Path, name: str) -> Path:
             objects.append(str(Path(scratch, source.name).with_suffix(".o")))
             _call([*compiler, *COMMON_FLAGS, *_flags(source.name), "-c", str(source), "-o", objects[-1]])
         made = Path(scratch, name)
-        _call([*compiler, "-shared", "-pthread", *objects, "-o", str(made)])
+        _call([*compiler, "-shared", "-pthread", *objects, "-lm", "-o", str(made)])
         return made.replace(folder / name)
 
 
