@@ -15,7 +15,7 @@ from lamella.engine.walk import StepOutput, Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.hardware.memory import memory_limit_bytes
-from lamella.kernels import backend
+from lamella.kernels import backend, rows
 from lamella.models import attention, experts
 from lamella.models.attention import KVCache
 from lamella.models.layout import PackedBatch, pack_rows
@@ -76,6 +76,7 @@ class Engine:
     def open(
         cls, store: Store, adapter: Adapter | None = None, *, dtype: str = "auto", device: str = "cpu",
         budget_bytes: int | None = None, recompute: str = "auto", threads: int | None = None, seed: int = 0,
+        fused: bool = True,
     ) -> Engine:  # fmt: skip
         """Build the model of a store.
 
@@ -88,6 +89,8 @@ class Engine:
                 they fit the budget.
             threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).
             seed: of dropout.
+            fused: let fused kernels stand in for the family's modules that they are proven to equal (on a CPU that has
+                the instructions).
 
         Raises:
             UserError: unknown device, family or dtype, a store that does not fit the model, too small a budget.
@@ -104,6 +107,8 @@ class Engine:
             torch.set_num_threads(threads)
         config = load_config(store.path, store.manifest.tie_word_embeddings)
         skeleton = Skeleton(config, resolve_dtype(dtype, where))
+        if fused and where.type == "cpu" and rows.supported():
+            skeleton.fuse()
         weights = LayerWeights(store, skeleton, where, budget_bytes)
         if budget_bytes is None:
             room = memory_limit_bytes() // 2
@@ -240,6 +245,7 @@ class Engine:
             "device": str(self.walk.weights.device), "dtype": names[self.skeleton.dtype], "threads": torch.get_num_threads(),
             "kernels": backend(), "attention": attention.NAME, "attention_paths": sorted(attention.PATHS_USED),
             "experts": experts.NAME, "base_dropout": 0.0,
+            "fused": {**self.skeleton.fused_facts(), "head": self.walk.head_is_plain},
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
             "budget_bytes": self.budget_bytes,

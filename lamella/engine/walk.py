@@ -24,14 +24,17 @@ from torch import Tensor
 from lamella.adapter import Adapter, SiteSpec
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.kernels import rows
 from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
 from lamella.models.layout import PackedBatch
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
-from lamella.models.skeleton import LayerCall, Skeleton
+from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
 LOGITS_BYTES = 64 << 20
 """Largest block of fp32 logits alive at once; more positions pass the head in chunks (16 positions at least)."""
 
+HEAD_ROWS = 512
+"""Positions whose logits are alive at once where the gradient takes their place: more gains the matmuls nothing."""
 
 PAD_TOKENS = 32
 """On a CPU in bf16, batches of dense models are filled up to a multiple of this: oneDNN compiles a kernel for every new
@@ -101,10 +104,27 @@ class _Routing:
         return float(experts * (self.count_E / self.rows) @ (self.probability_E / self.rows))
 
 
+def _tensors(given: Any) -> list[Tensor]:
+    """Tensors in nested tuples, lists and dicts."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, dict):
+        given = tuple(given.values())
+    return [t for part in given for t in _tensors(part)] if isinstance(given, tuple | list) else []
+
+
 def _mixed(value: int) -> int:
     """64-bit product wrapped into int64."""
     wrapped = value & 0xFFFFFFFFFFFFFFFF
     return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
+
+
+def _peak(x: Tensor) -> Tensor:
+    """Largest |value|, NaN where one is."""
+    if rows.takes(x):
+        return torch.tensor(rows.peak(x))
+    low, high = x.detach().aminmax()
+    return torch.maximum(-low, high).float()
 
 
 class Walk:
@@ -123,6 +143,8 @@ class Walk:
         self.saved_bytes_per_token: float | None = None
         self.logits_bytes = LOGITS_BYTES
         self.steps_kept = self.steps_recomputed = 0
+        self.head_is_plain: bool | None = None
+        self._head: PlainHead | None = None
         self._captured: list[Tensor] = []
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
@@ -239,9 +261,15 @@ class Walk:
 
     # ---- the head -------------------------------------------------------------------------------
 
-    def head_chunks(self, positions: int) -> list[tuple[int, int]]:
-        rows = max(16, self.logits_bytes // (4 * self.skeleton.config.vocab_size))
-        return [(a, min(a + rows, positions)) for a in range(0, positions, rows)]
+    def _filled(self, rows: int) -> int:
+        """Next multiple of the row counts that matmuls are made for."""
+        return -(-rows // self._multiple) * self._multiple
+
+    def head_chunks(self, positions: int, logit_bytes: int = 4, most: int = 1 << 30) -> list[tuple[int, int]]:
+        """Ranges of positions whose logits are alive at once."""
+        size = max(16, min(most, self.logits_bytes // (logit_bytes * self.skeleton.config.vocab_size)))
+        size = size // self._multiple * self._multiple or size
+        return [(a, min(a + size, positions)) for a in range(0, positions, size)]
 
     def log_probabilities(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
         """fp32 [N]: log p of each scored pair."""
@@ -254,8 +282,39 @@ class Walk:
                 out_N[mine] = logp_UV[of_N[mine] - a, batch.score_tokens[mine]]
         return out_N
 
+    def _plain_head(self) -> PlainHead | None:
+        if self.head_is_plain is None:
+            self._head = self.skeleton.plain_head()
+            self.head_is_plain = self._head is not None
+        return self._head
+
+    def _plain_loss_and_gradient(self, item: _Item, label_tokens: int, head: PlainHead) -> tuple[Tensor, Tensor]:
+        """As `_loss_and_gradient`; the gradient takes the place of the logits, and only one chunk of these is alive."""
+        batch, hidden_TH, weight_VH = item.batch, item.hidden[0], head.linear.weight.detach()
+        norm, positions_N = head.norm, batch.score_positions
+        chunks = self.head_chunks(positions_N.numel(), weight_VH.element_size(), HEAD_ROWS)
+        total = torch.zeros((), dtype=torch.float64)
+        grad_TH = torch.zeros_like(hidden_TH)
+        largest = max((self._filled(b - a) for a, b in chunks), default=0)
+        logits_NV = hidden_TH.new_empty(largest, weight_VH.shape[0])
+        for a, b in chunks:
+            filled = self._filled(b - a)
+            x_NH = hidden_TH.new_zeros(filled, hidden_TH.shape[1])
+            torch.index_select(hidden_TH, 0, positions_N[a:b], out=x_NH[: b - a])
+            y_NH, rstd_N = rows.rms_norm(x_NH, norm.weight, norm.eps, norm.offset)
+            torch.mm(y_NH, weight_VH.T, out=logits_NV[:filled])
+            total += rows.cross_entropy_(logits_NV[: b - a], batch.score_tokens[a:b], 1 / label_tokens).sum()
+            logits_NV[b - a : filled] = 0
+            dy_NH = torch.mm(logits_NV[:filled], weight_VH)
+            dx_NH = rows.rms_norm_backward(dy_NH, x_NH, norm.weight, rstd_N, norm.offset)
+            grad_TH.index_add_(0, positions_N[a:b], dx_NH[: b - a])
+        return total, grad_TH[None]
+
     def _loss_and_gradient(self, item: _Item, label_tokens: int) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H]."""
+        head = self._plain_head()
+        if head is not None and rows.takes(item.hidden):
+            return self._plain_loss_and_gradient(item, label_tokens, head)
         batch, hidden_TH = item.batch, item.hidden[0]
         total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
         grad_TH = torch.zeros_like(hidden_TH)
@@ -299,7 +358,7 @@ class Walk:
                 router = self._forward_one(item, i, i >= first, bool(keep))
                 if router is not None:
                     routing.add(router, self.top_k)
-                peaks[i] = torch.maximum(peaks[i], item.hidden.detach().abs().amax().float())
+                peaks[i] = torch.maximum(peaks[i], _peak(item.hidden))
         self.steps_kept += bool(keep)
         self.steps_recomputed += not keep
         loss = torch.zeros((), dtype=torch.float64, device=self.weights.device)
@@ -325,10 +384,14 @@ class Walk:
     def _measure_and_decide(self, item: _Item, layer: int, items: list[_Item], keep_bytes: int, layers: int) -> bool:
         """Run one layer once to see how many bytes autograd keeps per token, then decide for the step."""
         seen: dict[int, int] = {}
+        module, call = self.skeleton.layers[layer], item.calls[layer]
+        shared = [*module.parameters(), *module.buffers(), *_tensors(call.args), *_tensors(call.kwargs)]
+        given = {t.untyped_storage().data_ptr() for t in shared}
 
         def pack(t: Tensor) -> Tensor:
-            if not t.is_leaf:
-                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storage = t.untyped_storage()
+            if not (t.is_leaf and t.requires_grad) and storage.data_ptr() not in given:
+                seen[storage.data_ptr()] = storage.nbytes()
             return t
 
         hidden = item.hidden.detach().requires_grad_()

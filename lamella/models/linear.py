@@ -57,12 +57,17 @@ class DropoutClock:
         """
         if probability == 0.0 or cls.row_keys_T is None:
             return None
-        from lamella.kernels import keep_mask
-
         keys = cls.row_keys_T
         if rows_N is not None:
             keys = keys[rows_N[:, 0]] + (rows_N[:, 1] + 1) * 0x2545F4914F6CDD1D
-        return keep_mask(keys + (site + 1) * _SITE_STEP, columns, probability)
+        return cls.mask(keys, columns, probability, site)
+
+    @staticmethod
+    def mask(keys_N: Tensor, columns: int, probability: float, site: int) -> Tensor:
+        """Boolean keep mask [N, columns] of these row keys."""
+        from lamella.kernels import keep_mask
+
+        return keep_mask(keys_N + (site + 1) * _SITE_STEP, columns, probability)
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -21,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lamella.errors import UserError
 from lamella.models import attention, experts
+from lamella.models.fused import FusedNorm
 from lamella.models.linear import FrozenLinear
+from lamella.models.prove import Report, fuse
 
 
 @dataclass
@@ -30,6 +32,14 @@ class LayerCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlainHead:
+    """Logits = linear(norm(hidden))."""
+
+    norm: FusedNorm
+    linear: nn.Linear
 
 
 class _TupleWanted(Exception):
@@ -102,6 +112,7 @@ class Skeleton:
         model: the transformers model with stubs for layers.
         layers: the real decoder layers, weightless.
         prefix: dotted name of the layer list, e.g. `model.layers`.
+        fused: what `fuse` replaced and what it left alone.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -131,6 +142,15 @@ class Skeleton:
         self.stubs = [_Stub(layer) for layer in self.layers]
         setattr(self.model.get_submodule(parent), last, nn.ModuleList(self.stubs))
         self.materialize_buffers()
+        self.fused = Report()
+
+    def fuse(self) -> None:
+        """Replace the family's modules by fused ones where they are proven to do the same."""
+        self.fused = fuse(self.model, self.layers)
+
+    def fused_facts(self) -> dict[str, Any]:
+        """Fused modules by kind, classes left alone with the reason, and calls that went to the family's own."""
+        return self.fused.facts([self.model, *self.layers])
 
     def _find_layers(self) -> tuple[str, nn.ModuleList]:
         count = self.config.num_hidden_layers
@@ -201,6 +221,23 @@ class Skeleton:
             return self.model(input_ids=dummy, position_ids=position, use_cache=False).logits[0]
         finally:
             stub.answer = None
+
+    def plain_head(self) -> PlainHead | None:
+        """The head's parts, where its logits are just a linear layer on the final norm: run both ways to see it.
+
+        Weights must be bound.
+        """
+        linear = self.model.get_output_embeddings()
+        norms = [m for m in self.model.base_model.children() if isinstance(m, FusedNorm)]
+        if type(linear) is not nn.Linear or linear.bias is not None or len(norms) != 1:
+            return None
+        device, dtype = linear.weight.device, linear.weight.dtype
+        if dtype != self.dtype:
+            return None
+        hidden = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        with torch.no_grad():
+            same = torch.equal(self.head(hidden), linear(norms[0](hidden[None]))[0])
+        return PlainHead(norms[0], linear) if same else None
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Layer `index` on hidden states [1, T, H] with the arguments the model gave it."""
