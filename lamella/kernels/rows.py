@@ -133,7 +133,7 @@ def rotate(
     _need().lamella_rotate(
         x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1), None if weight_D is None else weight_D.data_ptr(), eps, offset,
         cos_TR.data_ptr(), sin_TR.data_ptr(), rotary, out_THD.data_ptr(), out_THD.stride(0), out_THD.stride(1), tokens,
-        heads, size, DTYPES[x_THD.dtype], 0 if weight_D is None else DTYPES[weight_D.dtype], DTYPES[cos_TR.dtype],
+        heads, size, DTYPES[x_THD.dtype], DTYPES[(x_THD if weight_D is None else weight_D).dtype], DTYPES[cos_TR.dtype],
         _threads(),
     )  # fmt: skip
     return out_THD
@@ -149,9 +149,9 @@ def rotate_backward(
         x_THD: what `rotate` was given; needed where there is a norm.
     """
     tokens, heads, size = dy_THD.shape
+    assert (weight_D is None) == (x_THD is None)
     dy_THD = _heads(dy_THD)
     x_THD = dy_THD if x_THD is None else x_THD
-    assert (weight_D is None) == (x_THD is dy_THD)
     _check(dy_THD.dtype, out_THD, x_THD)
     assert out_THD.shape == x_THD.shape == dy_THD.shape
     assert x_THD.stride(2) == out_THD.stride(2) == 1
@@ -161,7 +161,7 @@ def rotate_backward(
         dy_THD.data_ptr(), dy_THD.stride(0), dy_THD.stride(1), x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1),
         None if weight_D is None else weight_D.data_ptr(), eps, offset, cos_TR.data_ptr(), sin_TR.data_ptr(), rotary,
         out_THD.data_ptr(), out_THD.stride(0), out_THD.stride(1), tokens, heads, size, DTYPES[dy_THD.dtype],
-        0 if weight_D is None else DTYPES[weight_D.dtype], DTYPES[cos_TR.dtype], _threads(),
+        DTYPES[(x_THD if weight_D is None else weight_D).dtype], DTYPES[cos_TR.dtype], _threads(),
     )  # fmt: skip
     return out_THD
 

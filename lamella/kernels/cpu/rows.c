@@ -43,9 +43,10 @@ INLINE void store(void *x, int dtype, int64_t i, __mmask16 m, __m512 v) {
         _mm256_mask_storeu_epi16((uint16_t *)x + i, m, (__m256i)_mm512_cvtneps_pbh(v));
 }
 
-/* e^v to 2 ulp: v = n ln2 + r, a polynomial in r (Cephes expf), scaled by 2^n. NaN stays. */
+/* e^v to 2 ulp: v = n ln2 + r, a polynomial in r (Cephes expf), scaled by 2^n. NaN stays. Below -80 as at -80: what is
+   multiplied with it stays clear of subnormals, which take hundreds of cycles each. */
 INLINE __m512 exp16(__m512 v) {
-    v = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), v));
+    v = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-80.0f), v));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -182,67 +183,61 @@ INLINE void *head_of(heads_view v, int dtype, int64_t t, int64_t h) {
     return at_out(v.data, dtype, t * v.token + h * v.head);
 }
 
-INLINE void rotate_head(const rotate_job *job, int64_t t, int64_t h, int dtype) {
+/* Values i .. i + 15 of a head, normed where there is a norm. */
+INLINE __m512 normed(const rotate_job *job, const void *x, int dtype, int wd, int64_t i, __mmask16 m, int norm,
+                     __m512 rstd) {
+    const __m512 v = load(x, dtype, i, m);
+    if (!norm) return v;
+    const __m512 w = _mm512_add_ps(load(job->w, wd, i, m), _mm512_set1_ps(job->offset));
+    return _mm512_mul_ps(_mm512_mul_ps(v, rstd), w);
+}
+
+INLINE void rotate_head(const rotate_job *job, int64_t t, int64_t h, int dtype, int wd, int td, int norm) {
     const int64_t size = job->size, rotary = job->rotary, half = rotary / 2;
     const void *x = head_of(job->x, dtype, t, h);
     void *y = head_of(job->out, dtype, t, h);
-    float value[HEAD_MAX];
-    const __m512 rstd = _mm512_set1_ps(job->w ? row_rstd(x, dtype, size, job->eps) : 1.0f);
-    for (int64_t i = 0; i < size; i += 16) {
-        const __mmask16 m = lanes(size - i);
-        __m512 v = load(x, dtype, i, m);
-        if (job->w) {
-            const __m512 w = _mm512_add_ps(load(job->w, job->w_dtype, i, m), _mm512_set1_ps(job->offset));
-            v = _mm512_mul_ps(_mm512_mul_ps(v, rstd), w);
-        }
-        _mm512_mask_storeu_ps(value + i, m, v);
-    }
-    const int td = job->table_dtype;
+    const __m512 rstd = _mm512_set1_ps(norm ? row_rstd(x, dtype, size, job->eps) : 1.0f);
     const void *cos = at(job->cos, td, t * rotary), *sin = at(job->sin, td, t * rotary);
     for (int64_t i = 0; i < half; i += 16) {
         const __mmask16 m = lanes(half - i);
-        const __m512 a = _mm512_maskz_loadu_ps(m, value + i), b = _mm512_maskz_loadu_ps(m, value + half + i);
+        const __m512 a = normed(job, x, dtype, wd, i, m, norm, rstd), b = normed(job, x, dtype, wd, half + i, m, norm, rstd);
         const __m512 low = _mm512_mul_ps(b, load(sin, td, i, m)), high = _mm512_mul_ps(a, load(sin, td, half + i, m));
         store(y, dtype, i, m, _mm512_fmsub_ps(a, load(cos, td, i, m), low));
         store(y, dtype, half + i, m, _mm512_fmadd_ps(b, load(cos, td, half + i, m), high));
     }
     for (int64_t i = rotary; i < size; i += 16) {
         const __mmask16 m = lanes(size - i);
-        store(y, dtype, i, m, _mm512_maskz_loadu_ps(m, value + i));
+        store(y, dtype, i, m, normed(job, x, dtype, wd, i, m, norm, rstd));
     }
 }
 
-INLINE void rotate_head_backward(const rotate_job *job, int64_t t, int64_t h, int dtype) {
+/* Without a norm: straight to dx. With one: g = (rotated back dy) * w to the stack, then as in a row's norm. */
+INLINE void rotate_head_backward(const rotate_job *job, int64_t t, int64_t h, int dtype, int wd, int td, int norm) {
     const int64_t size = job->size, rotary = job->rotary, half = rotary / 2;
     const void *dy = head_of(job->dy, dtype, t, h);
     void *dx = head_of(job->out, dtype, t, h);
     float grad[HEAD_MAX];
-    const int td = job->table_dtype;
+    void *to = norm ? (void *)grad : dx;
+    const int to_dtype = norm ? FP32 : dtype;
     const void *cos = at(job->cos, td, t * rotary), *sin = at(job->sin, td, t * rotary);
     for (int64_t i = 0; i < half; i += 16) {
         const __mmask16 m = lanes(half - i);
         const __m512 a = load(dy, dtype, i, m), b = load(dy, dtype, half + i, m);
         const __m512 low = _mm512_mul_ps(b, load(sin, td, half + i, m)), high = _mm512_mul_ps(a, load(sin, td, i, m));
-        _mm512_mask_storeu_ps(grad + i, m, _mm512_fmadd_ps(a, load(cos, td, i, m), low));
-        _mm512_mask_storeu_ps(grad + half + i, m, _mm512_fmsub_ps(b, load(cos, td, half + i, m), high));
+        store(to, to_dtype, i, m, _mm512_fmadd_ps(a, load(cos, td, i, m), low));
+        store(to, to_dtype, half + i, m, _mm512_fmsub_ps(b, load(cos, td, half + i, m), high));
     }
     for (int64_t i = rotary; i < size; i += 16) {
         const __mmask16 m = lanes(size - i);
-        _mm512_mask_storeu_ps(grad + i, m, load(dy, dtype, i, m));
+        store(to, to_dtype, i, m, load(dy, dtype, i, m));
     }
-    if (!job->w) {
-        for (int64_t i = 0; i < size; i += 16) {
-            const __mmask16 m = lanes(size - i);
-            store(dx, dtype, i, m, _mm512_maskz_loadu_ps(m, grad + i));
-        }
-        return;
-    }
+    if (!norm) return;
     const void *x = head_of(job->x, dtype, t, h);
     const float scale = row_rstd(x, dtype, size, job->eps);
     __m512 dot = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) {
         const __mmask16 m = lanes(size - i);
-        const __m512 w = _mm512_add_ps(load(job->w, job->w_dtype, i, m), _mm512_set1_ps(job->offset));
+        const __m512 w = _mm512_add_ps(load(job->w, wd, i, m), _mm512_set1_ps(job->offset));
         const __m512 g = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, grad + i), w);
         dot = _mm512_fmadd_ps(g, load(x, dtype, i, m), dot);
         _mm512_mask_storeu_ps(grad + i, m, g);
@@ -258,24 +253,30 @@ INLINE void rotate_head_backward(const rotate_job *job, int64_t t, int64_t h, in
 
 static int rotate_range(void *data, int64_t begin, int64_t end) {
     const rotate_job *job = data;
+    const int alike = job->dtype == BF16 && job->w_dtype == BF16 && job->table_dtype == BF16;
     for (int64_t t = begin; t < end; t++)
         for (int64_t h = 0; h < job->heads; h++) {
-            if (job->dtype == BF16)
-                rotate_head(job, t, h, BF16);
+            if (alike && job->w)
+                rotate_head(job, t, h, BF16, BF16, BF16, 1);
+            else if (alike)
+                rotate_head(job, t, h, BF16, BF16, BF16, 0);
             else
-                rotate_head(job, t, h, FP32);
+                rotate_head(job, t, h, job->dtype, job->w_dtype, job->table_dtype, job->w != NULL);
         }
     return 0;
 }
 
 static int rotate_backward_range(void *data, int64_t begin, int64_t end) {
     const rotate_job *job = data;
+    const int alike = job->dtype == BF16 && job->w_dtype == BF16 && job->table_dtype == BF16;
     for (int64_t t = begin; t < end; t++)
         for (int64_t h = 0; h < job->heads; h++) {
-            if (job->dtype == BF16)
-                rotate_head_backward(job, t, h, BF16);
+            if (alike && job->w)
+                rotate_head_backward(job, t, h, BF16, BF16, BF16, 1);
+            else if (alike)
+                rotate_head_backward(job, t, h, BF16, BF16, BF16, 0);
             else
-                rotate_head_backward(job, t, h, FP32);
+                rotate_head_backward(job, t, h, job->dtype, job->w_dtype, job->table_dtype, job->w != NULL);
         }
     return 0;
 }
