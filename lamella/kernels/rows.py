@@ -36,7 +36,15 @@ def _lib() -> ctypes.CDLL | None:
     lib.lamella_cross_entropy.argtypes = [p, p, f, p, n, n, i, i]
     lib.lamella_peak.argtypes = [p, n, i, i]
     lib.lamella_peak.restype = f
-    for name in ("rms_norm", "rms_norm_backward", "rotate", "rotate_backward", "gated", "gated_backward", "cross_entropy"):
+    for name in (
+        "rms_norm",
+        "rms_norm_backward",
+        "rotate",
+        "rotate_backward",
+        "gated",
+        "gated_backward",
+        "cross_entropy",
+    ):
         getattr(lib, f"lamella_{name}").restype = None
     return lib
 

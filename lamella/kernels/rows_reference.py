@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+
+def _activate(gate: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -58,7 +62,7 @@ def rotate_backward(
 
 
 def gated(gate_NI: Tensor, up_NI: Tensor, activation: str) -> Tensor:
-    return _ACTIVATIONS[activation](gate_NI) * up_NI
+    return _activate(gate_NI, activation) * up_NI
 
 
 def gated_backward_(
@@ -66,7 +70,7 @@ def gated_backward_(
 ) -> Tensor | None:
     with torch.enable_grad():
         leaf = gate_NI.detach().clone().requires_grad_()
-        value = _ACTIVATIONS[activation](leaf)
+        value = _activate(leaf, activation)
         (slope,) = torch.autograd.grad(value.sum(), leaf)
     h_NI = value.detach() * up_NI if product else None
     gate_NI.copy_(dh_NI * up_NI * slope)

@@ -12,6 +12,7 @@ Shape suffixes: N = T tokens, H hidden, D head size, R rotated part of a head, I
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,35 @@ class FusedNorm(Fused):
         if not rows.takes(x) or self.weight.dtype != x.dtype:
             return self.ask_own(x)
         flat_NH = x.reshape(-1, x.shape[-1])
-        return _Norm.apply(flat_NH, self).view(x.shape)
+        y = _Norm.apply(flat_NH, self).view(x.shape)
+        y.lamella_normed = Normed(flat_NH.detach(), self, y._version)
+        return y
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What an output of a norm was made of. A fused module on it keeps x, which the norm keeps too, in its place and
+    makes it again in backward, bit for bit."""
+
+    x_NH: Tensor
+    norm: FusedNorm
+    version: int
+
+    @staticmethod
+    def of(y: Tensor) -> Normed | None:
+        """None where y is no norm's output, or was changed since."""
+        found = getattr(y, "lamella_normed", None)
+        return found if found is not None and found.version == y._version else None
+
+
+def _to_keep(x_NH: Tensor, normed: Normed | None) -> Tensor:
+    return x_NH if normed is None else normed.x_NH
+
+
+def _as_given(kept_NH: Tensor | None, norm: FusedNorm | None) -> Tensor | None:
+    if kept_NH is None or norm is None:
+        return kept_NH
+    return rows.rms_norm(kept_NH, norm.weight, norm.eps, norm.offset)[0]
 
 
 # ---- gated MLP ------------------------------------------------------------------------------------------------------
@@ -83,19 +112,21 @@ class _Mlp(torch.autograd.Function):
     """Keeps the input (where gate or up are adapted), gate and up; backward overwrites gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, module: FusedMlp, keys_N: Tensor | None, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_NH: Tensor, module: FusedMlp, normed: Normed | None, keys_N: Tensor | None, *leaves: Tensor
+    ) -> Tensor:
         first = leaves[: module.first_leaves()]
         both_NI, xa_NR = module.first.forward(x_NH, first, keys_N)
         inner = module.inner
         h_NI = rows.gated(both_NI[:, :inner], both_NI[:, inner:], module.activation)
         y_NH, ha_NR = module.down.forward(h_NI, leaves[len(first) :], keys_N)
-        ctx.module, ctx.keys, ctx.split = module, keys_N, len(first)
-        ctx.save_for_backward(x_NH if first else None, both_NI, xa_NR, ha_NR, *leaves)
+        ctx.module, ctx.keys, ctx.split, ctx.norm = module, keys_N, len(first), None if normed is None else normed.norm
+        ctx.save_for_backward(_to_keep(x_NH, normed) if first else None, both_NI, xa_NR, ha_NR, *leaves)
         return y_NH
 
     @staticmethod
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor | None, ...]:
-        x_NH, both_NI, xa_NR, ha_NR, *leaves = ctx.saved_tensors
+        kept_NH, both_NI, xa_NR, ha_NR, *leaves = ctx.saved_tensors
         module, keys, inner = ctx.module, ctx.keys, ctx.module.inner
         first, last = leaves[: ctx.split], leaves[ctx.split :]
         dy_NH = dy_NH.contiguous()
@@ -105,8 +136,9 @@ class _Mlp(torch.autograd.Function):
         last_grads = module.down.leaf_gradients(dy_NH, h_NI, ha_NR, dha_NR, last, keys)
         del dh_NI, h_NI
         dx_NH, dxa_NR = module.first.input_gradient(both_NI, first, keys, ctx.needs_input_grad[0])
+        x_NH = _as_given(kept_NH, ctx.norm)
         first_grads = module.first.leaf_gradients(both_NI, x_NH, xa_NR, dxa_NR, first, keys)
-        return dx_NH, None, None, *first_grads, *last_grads
+        return dx_NH, None, None, None, *first_grads, *last_grads
 
 
 class FusedMlp(Fused):
@@ -134,7 +166,7 @@ class FusedMlp(Fused):
         keys_N = self.first.dropout_keys()
         keys_N = self.down.dropout_keys() if keys_N is None else keys_N
         flat_NH = x.reshape(-1, x.shape[-1])
-        return _Mlp.apply(flat_NH, self, keys_N, *leaves).view(x.shape)
+        return _Mlp.apply(flat_NH, self, Normed.of(x), keys_N, *leaves).view(x.shape)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -148,27 +180,26 @@ class _HeadsIn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, cos_TR: Tensor, sin_TR: Tensor, module: FusedAttention, keys_N: Tensor | None,
-        *leaves: Tensor,
+        ctx: Any, x_NH: Tensor, cos_TR: Tensor, sin_TR: Tensor, module: FusedAttention, normed: Normed | None,
+        keys_N: Tensor | None, *leaves: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         y_NO, xa_NR = module.group.forward(x_NH, leaves, keys_N)
         q_THD, k_THD, v_THD = module.heads(y_NO)
-        normed = module.q_form is not None
-        raw_NO = y_NO if normed else None
-        if normed:
+        raw_NO = None if module.q_form is None else y_NO
+        if raw_NO is not None:
             turned = x_NH.new_empty(q_THD.shape[0], q_THD.shape[1] + k_THD.shape[1], q_THD.shape[2])
             q_out, k_out = turned[:, : q_THD.shape[1]], turned[:, q_THD.shape[1] :]
         else:
             q_out, k_out = q_THD, k_THD
         q_out = rows.rotate(q_THD, cos_TR, sin_TR, q_out, *module.norm_of("q"))
         k_out = rows.rotate(k_THD, cos_TR, sin_TR, k_out, *module.norm_of("k"))
-        ctx.module, ctx.keys = module, keys_N
-        ctx.save_for_backward(x_NH if leaves else None, xa_NR, raw_NO, cos_TR, sin_TR, *leaves)
+        ctx.module, ctx.keys, ctx.norm = module, keys_N, None if normed is None else normed.norm
+        ctx.save_for_backward(_to_keep(x_NH, normed) if leaves else None, xa_NR, raw_NO, cos_TR, sin_TR, *leaves)
         return q_out, k_out, v_THD
 
     @staticmethod
     def backward(ctx: Any, dq_THD: Tensor, dk_THD: Tensor, dv_THD: Tensor) -> tuple[Tensor | None, ...]:
-        x_NH, xa_NR, raw_NO, cos_TR, sin_TR, *leaves = ctx.saved_tensors
+        kept_NH, xa_NR, raw_NO, cos_TR, sin_TR, *leaves = ctx.saved_tensors
         module, keys = ctx.module, ctx.keys
         dy_NO = dq_THD.new_empty(dq_THD.shape[0], module.group.outputs)
         q_out, k_out, v_out = module.heads(dy_NO)
@@ -178,7 +209,9 @@ class _HeadsIn(torch.autograd.Function):
         v_out.copy_(dv_THD)
         del raw_NO, q_raw, k_raw
         dx_NH, dxa_NR = module.group.input_gradient(dy_NO, leaves, keys, ctx.needs_input_grad[0])
-        return dx_NH, None, None, None, None, *module.group.leaf_gradients(dy_NO, x_NH, xa_NR, dxa_NR, leaves, keys)
+        x_NH = _as_given(kept_NH, ctx.norm)
+        grads = module.group.leaf_gradients(dy_NO, x_NH, xa_NR, dxa_NR, leaves, keys)
+        return dx_NH, None, None, None, None, None, *grads
 
 
 class FusedAttention(Fused):
@@ -223,7 +256,11 @@ class FusedAttention(Fused):
         )  # fmt: skip
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if not self._takes(hidden_states, position_embeddings, kwargs):
             return self.ask_own(
@@ -232,7 +269,7 @@ class FusedAttention(Fused):
         cos, sin = position_embeddings
         leaves = self.group.leaves()
         q_THD, k_THD, v_THD = _HeadsIn.apply(
-            hidden_states[0], cos[0], sin[0], self, self.group.dropout_keys(), *leaves
+            hidden_states[0], cos[0], sin[0], self, Normed.of(hidden_states), self.group.dropout_keys(), *leaves
         )
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         out, _ = self.attend(self.__dict__["own"], q, k, v, attention_mask, **{**kwargs, **self.arguments})

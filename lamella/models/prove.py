@@ -10,7 +10,7 @@ asked whether it does the same as the first of its kind. What is not proven stay
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,11 +125,10 @@ def _apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
 
 
-def _compare(own: nn.Module, make: Any, x: Tensor, tables: Sequence[Tensor] = ()) -> Any:
-    """Raise _Refused where `make(own)` does not compute what `own` does; returns the last fused module."""
-    made = None
+def _compare(own: nn.Module, make: Callable[[nn.Module], Fused], x: Tensor, tables: Sequence[Tensor] = ()) -> None:
+    """Raise _Refused where `make(own)` does not compute what `own` does."""
     for scale in SCALES:
-        truth = ()
+        truth: tuple[Tensor, ...] = ()
         for dtype in (torch.float32, torch.bfloat16):
             twin = _cast(own, dtype)
             value = (x * scale).bfloat16().to(dtype)
@@ -148,7 +147,6 @@ def _compare(own: nn.Module, make: Any, x: Tensor, tables: Sequence[Tensor] = ()
                 allowed = NEAR if dtype == torch.float32 else 1.5 * _apart(b, exact) + 2e-3
                 if not off <= allowed:
                     raise _Refused(f"{what} differ by {off:.1e} at inputs near {scale:g} in {dtype}")
-    return made
 
 
 # ---- kinds ----------------------------------------------------------------------------------------------------------
@@ -173,15 +171,15 @@ def _prove_norm(module: nn.Module) -> tuple[float, float]:
     eps = _eps(module)
     assert eps is not None
     x = _draw((1, TOKENS, INNER), 1.0, 0)
-    refused: _Refused | None = None
-    for offset in (0.0, 1.0):
+    try:
+        _compare(own, lambda twin: FusedNorm(twin, eps, 0.0), x)
+        return eps, 0.0
+    except _Refused as plain:
         try:
-            _compare(own, lambda twin, offset=offset: FusedNorm(twin, eps, offset), x)
-            return eps, offset
-        except _Refused as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+            _compare(own, lambda twin: FusedNorm(twin, eps, 1.0), x)
+        except _Refused:
+            raise plain from None
+        return eps, 1.0
 
 
 def _mlp_parts(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
@@ -238,6 +236,9 @@ class _AttentionForm:
     k_form: tuple[float, float] | None
     rotary: int
 
+    def fused(self, own: nn.Module, attend: Any) -> FusedAttention:
+        return FusedAttention(own, attend, self.arguments, self.q_form, self.k_form, self.rotary)
+
 
 class _AttentionProof:
     """One proof for all attention layers of a kind; the first is run in full."""
@@ -260,8 +261,7 @@ class _AttentionProof:
         own = self._copy(module)
         self.seen = self._call(own)
         self.form = _AttentionForm(self.seen[1], forms[0], forms[1], self.rotary)
-        arguments = self.form.arguments
-        _compare(own, lambda twin: FusedAttention(twin, _probe, arguments, *forms, self.rotary), self.x, self.tables)
+        _compare(own, lambda twin: self.form.fused(twin, _probe), self.x, self.tables)
 
     def _narrow(self, module: nn.Module) -> dict[str, nn.Module]:
         made: dict[str, nn.Module] = {}
@@ -273,7 +273,7 @@ class _AttentionProof:
         for name in ("q_norm", "k_norm"):
             norm = module._modules.get(name)
             if norm is not None:
-                made[name] = _narrow_norm(norm, norm.weight.shape[0], 70)  # type: ignore[union-attr, arg-type, index]
+                made[name] = _narrow_norm(norm, norm.weight.shape[0], 70)  # type: ignore
         return made
 
     def _norm_form(self, module: nn.Module, which: str, size: int) -> tuple[float, float] | None:
@@ -288,7 +288,7 @@ class _AttentionProof:
 
     def _copy(self, module: nn.Module) -> nn.Module:
         twin = _shallow(module, self.children, {})
-        twin.config = copy.copy(module.config)  # type: ignore[assignment]
+        twin.config = copy.copy(module.config)
         twin.config._attn_implementation = PROBE  # type: ignore[union-attr]
         return twin
 
@@ -377,11 +377,7 @@ class Fuser:
                 if not proof.holds_for(child):
                     self.report.kept[type(child).__name__] = "layers of this kind differ by their index"
                     continue
-                form = proof.form
-                fused = FusedAttention(
-                    child, packed_attention, form.arguments, form.q_form, form.k_form, form.rotary
-                )
-                self._put(parent, name, fused, "attention")
+                self._put(parent, name, proof.form.fused(child, packed_attention), "attention")
 
 
 def fuse(model: nn.Module, layers: Sequence[nn.Module]) -> Report:

@@ -67,7 +67,7 @@ def test_rms_norm_twin_is_the_gradient():
     assert relative_error(got, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("size, rotary", [(16, 16), (64, 64), (128, 128), (40, 24), (96, 32), (80, 80), (256, 128)])
+@pytest.mark.parametrize(("size", "rotary"), [(16, 16), (64, 64), (128, 128), (40, 24), (96, 32), (80, 80), (256, 128)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rotate(kind, size, rotary, norm, transposed):
@@ -99,7 +99,9 @@ def test_rotate(kind, size, rotary, norm, transposed):
     twin = rows_reference.rotate(x.double(), cos.double(), sin.double(), torch.empty_like(leaf), wd, 1e-6)
     assert relative_error(twin, wanted) < 1e-12
     raw_d = None if wd is None else x.double()
-    twin = rows_reference.rotate_backward(dy.double(), cos.double(), sin.double(), torch.empty_like(leaf), raw_d, wd, 1e-6)
+    twin = rows_reference.rotate_backward(
+        dy.double(), cos.double(), sin.double(), torch.empty_like(leaf), raw_d, wd, 1e-6
+    )
     assert relative_error(twin, wanted_dx) < 1e-12
     assert torch.equal(rows.rotate(x, cos, sin, x, w, 1e-6, 0.0), y), "in place"
 
@@ -139,7 +141,7 @@ def test_gated_at_the_edges():
         assert torch.allclose(h.double(), wanted, rtol=1e-6, atol=1e-6), (activation, h, wanted)
 
 
-@pytest.mark.parametrize("rows_, vocabulary", [(1, 1), (3, 17), (9, 4097), (40, 32000)])
+@pytest.mark.parametrize(("rows_", "vocabulary"), [(1, 1), (3, 17), (9, 4097), (40, 32000)])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_cross_entropy(kind, rows_, vocabulary, scale):
     dtype, near = kind

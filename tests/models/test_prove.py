@@ -157,7 +157,7 @@ def give_weights(module, dtype, seed=0):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "mlp" in PROVEN[f]])
 @pytest.mark.parametrize("kind", [FusedNorm, FusedMlp])
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_fused_against_own(family, kind, dtype, near):
     skeleton = Skeleton(FAMILIES[family](), dtype)
     skeleton.fuse()
@@ -170,7 +170,9 @@ def test_fused_against_own(family, kind, dtype, near):
     for module in (fused, fused.own):
         leaf = x.detach().requires_grad_()
         out = module(leaf)
-        (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out) + x if out.shape == x.shape else torch.ones_like(out))
+        (grad,) = torch.autograd.grad(
+            out, leaf, torch.ones_like(out) + x if out.shape == x.shape else torch.ones_like(out)
+        )
         found.append((out.detach().double(), grad.double()))
     for ours, theirs in zip(*found, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < near
