@@ -272,5 +272,5 @@ class FusedAttention(Fused):
             hidden_states[0], cos[0], sin[0], self, Normed.of(hidden_states), self.group.dropout_keys(), *leaves
         )
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        out, _ = self.attend(self.__dict__["own"], q, k, v, attention_mask, **{**kwargs, **self.arguments})
+        out, _ = self.attend(self, q, k, v, attention_mask, **{**kwargs, **self.arguments})
         return self._modules["o_proj"](out.reshape(*hidden_states.shape[:2], -1)), None  # type: ignore[misc]
