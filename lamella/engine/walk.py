@@ -444,9 +444,8 @@ class Walk:
             for master, grad in zip(self.adapter.pair(site.key), (a, b), strict=True):
                 if grad is None:
                     continue
-                grad = grad.to(master.device, torch.float32)
                 if master.grad is None:
-                    master.grad = grad.clone()
+                    master.grad = torch.empty_like(master).copy_(grad)  # in the master's layout
                 else:
-                    master.grad += grad
+                    master.grad += grad.to(master.device)
         return grad_in
