@@ -11,7 +11,6 @@ Results do not depend on the number of threads, with one exception taken over fr
 
 from __future__ import annotations
 
-import ctypes
 import os
 from functools import cache
 from typing import Protocol
@@ -26,7 +25,7 @@ from lamella.kernels.layout import AbsmaxState
 from lamella.kernels.library import ISAS, CpuKernels, load
 
 __all__ = [
-    "BACKENDS", "AbsmaxState", "backend", "dequantize_absmax", "dequantize_nf4", "keep_mask", "library", "quantize_absmax",
+    "BACKENDS", "AbsmaxState", "backend", "dequantize_absmax", "dequantize_nf4", "keep_mask", "quantize_absmax",
     "quantize_nf4", "resolve",
 ]  # fmt: skip
 
@@ -102,12 +101,6 @@ def backend() -> str:
         UserError: `LAMELLA_KERNELS` asks for one that cannot run here.
     """
     return _resolved()[0]
-
-
-def library() -> ctypes.CDLL | None:
-    """The C library, where the backend is of it; for the kernels that have modules of their own."""
-    kernels = _resolved()[1]
-    return kernels.lib if isinstance(kernels, CpuKernels) else None
 
 
 def _for(device: torch.device) -> Kernels:

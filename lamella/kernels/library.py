@@ -66,7 +66,7 @@ class CpuKernels:
 
     def __init__(self, lib: ctypes.CDLL, name: str) -> None:
         self.name = name
-        self.lib = lib
+        self._lib = lib
         self._isa = ISAS[name]
 
     @staticmethod
@@ -84,7 +84,7 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         codes, absmax = prepare_quantize(x, block_size, codes, absmax)
         x = x.contiguous()
-        status = self.lib.lamella_quantize(
+        status = self._lib.lamella_quantize(
             self._isa, x.data_ptr(), DTYPES[x.dtype], x.numel(), block_size, codes.data_ptr(), absmax.data_ptr(),
             _threads(threads),
         )  # fmt: skip
@@ -98,7 +98,7 @@ class CpuKernels:
         offset = absmax.view(-1).mean()
         q = torch.empty(n, dtype=torch.uint8)
         absmax2 = torch.empty(block_count(n, ABSMAX_BLOCK), dtype=torch.float32)
-        status = self.lib.lamella_quantize_absmax(
+        status = self._lib.lamella_quantize_absmax(
             absmax.data_ptr(), offset.item(), dynamic_code_bins().data_ptr(), n, q.data_ptr(), absmax2.data_ptr(),
             _threads(threads),
         )  # fmt: skip
@@ -111,7 +111,7 @@ class CpuKernels:
         out = torch.empty(blocks, dtype=torch.float32) if out is None else out
         check_state(state, blocks, state.q.device)
         check_part("out", out, torch.float32, blocks, state.q.device)
-        self.lib.lamella_dequantize_absmax(
+        self._lib.lamella_dequantize_absmax(
             self._isa, state.q.data_ptr(), state.code.data_ptr(), state.absmax2.data_ptr(), state.offset.item(), blocks,
             out.data_ptr(), _threads(threads),
         )  # fmt: skip
@@ -138,7 +138,7 @@ class CpuKernels:
             offset = absmax.offset.item()
         else:
             plain = absmax.data_ptr()
-        self.lib.lamella_dequantize(
+        self._lib.lamella_dequantize(
             self._isa, codes.data_ptr(), plain, *nested, offset, out.data_ptr(), DTYPES[out.dtype], out.numel(),
             block_size, stream, _threads(threads),
         )  # fmt: skip
@@ -148,7 +148,7 @@ class CpuKernels:
         check_keep(row_keys, columns, p)
         out = torch.empty(len(row_keys), columns, dtype=torch.bool)
         if out.numel():
-            self.lib.lamella_keep_mask(
+            self._lib.lamella_keep_mask(
                 self._isa, row_keys.contiguous().data_ptr(), len(row_keys), columns, drop_threshold(p), out.data_ptr(),
                 _threads(threads),
             )  # fmt: skip

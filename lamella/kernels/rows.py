@@ -15,7 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lamella.kernels import backend, library
+from lamella import kernels
+from lamella.kernels import build, library
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -23,8 +24,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 @cache
 def _lib() -> ctypes.CDLL | None:
-    lib = library()
-    if lib is None or backend() != "c-avx512" or not lib.lamella_rows_supported():
+    if kernels.backend() != "c-avx512":
+        return None
+    lib = library.load(build.find() or build.build())
+    if not lib.lamella_rows_supported():
         return None
     p, f, i, n = c_void_p, c_float, c_int, c_int64
     lib.lamella_rms_norm.argtypes = [p, p, f, f, p, p, n, n, i, i, i]
