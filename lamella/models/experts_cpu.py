@@ -82,7 +82,7 @@ def can_fuse(module: nn.Module, x_TH: Tensor, sites: dict[str, LoraSite]) -> boo
     if DropoutClock.row_keys_T is not None and any(site.dropout for site in sites.values()):
         return False
     plain = module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
-    silu = isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+    silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
     return bool(
         plain and silu and type(module)._apply_gate is _default_apply_gate and packed.for_kernels() is not None  # type: ignore[attr-defined]
     )
