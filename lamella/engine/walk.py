@@ -153,6 +153,7 @@ class Walk:
         has_experts = any(hasattr(m, "has_gate") for layer in skeleton.layers for m in layer.modules())
         onednn = weights.device.type == "cpu" and skeleton.dtype == torch.bfloat16
         self._multiple = PAD_TOKENS if onednn and not has_experts else 1
+        self._head_multiple = PAD_TOKENS if onednn else 1
         self.top_k = int(getattr(skeleton.config, "num_experts_per_tok", 0) or 0)
 
     # ---- adapters -------------------------------------------------------------------------------
@@ -262,13 +263,13 @@ class Walk:
     # ---- the head -------------------------------------------------------------------------------
 
     def _filled(self, rows: int) -> int:
-        """Next multiple of the row counts that matmuls are made for."""
-        return -(-rows // self._multiple) * self._multiple
+        """Rows of the head's matmuls for so many positions."""
+        return -(-rows // self._head_multiple) * self._head_multiple
 
     def head_chunks(self, positions: int, logit_bytes: int = 4, most: int = 1 << 30) -> list[tuple[int, int]]:
         """Ranges of positions whose logits are alive at once."""
         size = max(16, min(most, self.logits_bytes // (logit_bytes * self.skeleton.config.vocab_size)))
-        size = size // self._multiple * self._multiple or size
+        size = size // self._head_multiple * self._head_multiple or size
         return [(a, min(a + size, positions)) for a in range(0, positions, size)]
 
     def log_probabilities(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
