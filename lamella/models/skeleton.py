@@ -79,7 +79,11 @@ def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> Pretra
     Raises:
         UserError: no config, or an architecture transformers does not know.
     """
-    file = folder / "config.json"
+    return read_config(folder / "config.json", tie_word_embeddings)
+
+
+def read_config(file: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
+    """`load_config` of a file under any name."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -115,6 +115,8 @@ class Manifest(_Model):
     notices: tuple[str, ...]
     """What the user was told: conflicts, tensors left out or left in 16 bit."""
     report: tuple[ReportRow, ...]
+    synthetic: bool = False
+    """Random weights made from a config.json alone (`lamella store synth`): of no use but to measure."""
     files: dict[str, CopiedFile]
     """Config, tokenizer and other files beside the weights."""
     outer: Group

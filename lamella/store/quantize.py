@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lamella import __version__
 from lamella.checkpoint.defaults import defaulted
-from lamella.checkpoint.facts import QUANTISED_CLASSES, classify_in_layer, classify_outer
+from lamella.checkpoint.facts import QUANTISED_CLASSES, Layout, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.source import INDEX_NAME, Checkpoint
@@ -73,12 +73,7 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     """
     layout = checkpoint.layout
     tying = find_tying(checkpoint)
-    outer = [_want_outer(t, settings) for t in layout.outer if t is not tying.drop]
-    groups = [plan_group("outer", "outer.bin", outer, settings.block_size, settings.double_quant)]
-    for i, layer in enumerate(layout.layers):
-        wanted = [_want(t, f"{layout.prefix}.{i}.", checkpoint.facts.num_experts, settings) for t in layer]
-        name = f"layers/{i:05d}.bin"
-        groups.append(plan_group(str(i), name, wanted, settings.block_size, settings.double_quant))
+    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop)
     notices = [tying.conflict] if tying.conflict else []
     notices += defaulted(checkpoint.config, checkpoint.path)
     if layout.beyond:
@@ -86,6 +81,19 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
         notices.append(f"left out: {len(layout.beyond)} tensors ({format_bytes(nbytes)}) of multi-token prediction, "
                        f"past config.json's {len(layout.layers)} layers, first {layout.beyond[0].name}")  # fmt: skip
     return Plan(groups, tying, tuple(notices + report_notices(groups)))
+
+
+def plan_groups(
+    layout: Layout, num_experts: int | None, settings: QuantizeSettings, drop: TensorInfo | None = None
+) -> list[PlannedGroup]:
+    """The store's files, "outer" first, without the tensor `drop`."""
+    outer = [_want_outer(t, settings) for t in layout.outer if t is not drop]
+    groups = [plan_group("outer", "outer.bin", outer, settings.block_size, settings.double_quant)]
+    for i, layer in enumerate(layout.layers):
+        wanted = [_want(t, f"{layout.prefix}.{i}.", num_experts, settings) for t in layer]
+        name = f"layers/{i:05d}.bin"
+        groups.append(plan_group(str(i), name, wanted, settings.block_size, settings.double_quant))
+    return groups
 
 
 def _kept_dtype(tensor: TensorInfo, settings: QuantizeSettings) -> str:
@@ -134,8 +142,7 @@ def quantize_checkpoint(
     if store.exists() and not (store.is_dir() and not any(store.iterdir())):
         raise UserError("exists already", fix="give another -o STORE, or delete it first", path=store)
     check_writable(store)
-    if settings.block_size < 32 or settings.block_size > 4096 or settings.block_size & (settings.block_size - 1):
-        raise UserError(f"block size {settings.block_size} is not a power of two from 32 to 4096", fix="use 64")
+    check_settings(settings)
     with Checkpoint.open(source) as checkpoint:
         plan = plan_store(checkpoint, settings)
         if check is not None:
@@ -148,6 +155,12 @@ def quantize_checkpoint(
             _check_room(plan, journal)
             _stream(checkpoint, plan, journal, settings, threads)
             return _finish(source, checkpoint, plan, journal, settings, head["fingerprint"], store)
+
+
+def check_settings(settings: QuantizeSettings) -> None:
+    """Raises `UserError` for a block size that the format does not have."""
+    if settings.block_size < 32 or settings.block_size > 4096 or settings.block_size & (settings.block_size - 1):
+        raise UserError(f"block size {settings.block_size} is not a power of two from 32 to 4096", fix="use 64")
 
 
 def journal_head(checkpoint: Checkpoint, plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
@@ -201,8 +214,8 @@ def _finish(
     try:
         for stray in partial.glob(".*.partial"):  # a kill in the middle of writing a small file
             stray.unlink()
-        files = _copy_files(checkpoint, plan.tying.tied, partial)
-        groups = [_group(planned, journal.done[planned.key]) for planned in plan.groups]
+        files = copy_files(checkpoint.path, checkpoint.config, plan.tying.tied, partial)
+        groups = [group_record(planned, journal.done[planned.key]) for planned in plan.groups]
         manifest = Manifest(
             format_version=FORMAT_VERSION, checksum="0" * 32, lamella_version=__version__,
             source=str(source), source_fingerprint=digest,
@@ -223,7 +236,8 @@ def _finish(
     return Manifest.model_validate_json(data)
 
 
-def _group(planned: PlannedGroup, checksums: Mapping[str, str]) -> Group:
+def group_record(planned: PlannedGroup, checksums: Mapping[str, str]) -> Group:
+    """A planned file with the checksums of what was written."""
     tensors = tuple(
         TensorRecord(
             name=p.tensor.name, tensor_class=p.tensor_class, shape=p.tensor.shape, dtype=p.dtype, format=p.format,
@@ -234,17 +248,17 @@ def _group(planned: PlannedGroup, checksums: Mapping[str, str]) -> Group:
     return Group(file=planned.file, nbytes=planned.nbytes, tensors=tensors)
 
 
-def _copy_files(checkpoint: Checkpoint, tied: bool, partial: Path) -> dict[str, CopiedFile]:
+def copy_files(source: Path, model_config: dict[str, Any], tied: bool, partial: Path) -> dict[str, CopiedFile]:
     """Copy config, tokenizer and licence files; config.json gets the `tie_word_embeddings` in effect."""
     copied: dict[str, CopiedFile] = {}
     for pattern in _COPIED:
-        for file in sorted(checkpoint.path.glob(pattern)):
-            name = str(file.relative_to(checkpoint.path))
+        for file in sorted(source.glob(pattern)):
+            name = str(file.relative_to(source))
             if name in copied or name in (MANIFEST_NAME, INDEX_NAME) or not file.is_file():
                 continue
             target = partial / name
             target.parent.mkdir(exist_ok=True)
-            config = _corrected(checkpoint.config, tied) if name == "config.json" else None
+            config = corrected_config(model_config, tied) if name == "config.json" else None
             if config is None:
                 shutil.copyfile(file, target)
             else:
@@ -253,7 +267,7 @@ def _copy_files(checkpoint: Checkpoint, tied: bool, partial: Path) -> dict[str, 
     return copied
 
 
-def _corrected(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
+def corrected_config(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
     """config.json with the tying in effect, or None where it says so already.
 
     A `text_config` of no model type of its own describes no inner model: its keys move to the top, where they are read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -213,6 +214,28 @@ class Store:
         except OSError as error:
             raise UserError(f"cannot be read: {error.strerror}", fix="check the disk", path=file) from error
         return PackedGroup(buffer, self._indexes[i], self.manifest.block_size)
+
+    def map(self, i: GroupKey) -> tuple[PackedGroup, mmap.mmap]:
+        """A group's file mapped into memory: only pages that are read take room, and the kernel may take them back.
+
+        The mapping is private: nothing that is written to the tensors reaches the file.
+
+        Returns:
+            the group, and the mapping (for `madvise`).
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
+        group = self._group(i)
+        file = self.path / group.file
+        try:
+            with file.open("rb") as stream:
+                mapping = mmap.mmap(stream.fileno(), group.nbytes, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot be read: {error}", fix="check the disk", path=file) from error
+        return PackedGroup(
+            torch.frombuffer(mapping, dtype=torch.uint8), self._indexes[i], self.manifest.block_size
+        ), mapping
 
     def verify(self, progress: Callable[[int], None] | None = None) -> list[str]:
         """Read every byte and compare checksums.

@@ -114,7 +114,7 @@ def report_json(manifest: Manifest) -> dict[str, Any]:
     """What `--json` prints of a store."""
     return {
         "model_type": manifest.model_type, "layers": manifest.num_layers, "block_size": manifest.block_size,
-        "double_quant": manifest.double_quant, "kept_dtype": manifest.kept_dtype,
+        "double_quant": manifest.double_quant, "kept_dtype": manifest.kept_dtype, "synthetic": manifest.synthetic,
         "tie_word_embeddings": manifest.tie_word_embeddings, "source_fingerprint": manifest.source_fingerprint,
         "bytes": sum(group.nbytes for _, group in manifest.groups()), "notices": list(manifest.notices),
         "classes": [row.model_dump(mode="json") for row in manifest.report],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -37,13 +38,30 @@ def verify_store(store: Path, manifest: Manifest, progress: Callable[[int], None
     for name, copied in manifest.files.items():
         if file_checksum(store / name) != copied.checksum:
             wrong.append(name)
+    seen: dict[Any, list[int | str]] = {}
     for _, group in manifest.groups():
-        wrong += _verify_group(store / group.file, group, progress)
+        wrong += _verify_once(store / group.file, group, progress, seen)
     return wrong
 
 
-def _verify_group(file: Path, group: Group, progress: Callable[[int], None]) -> list[str]:
-    wrong: list[str] = []
+def _verify_once(
+    file: Path, group: Group, progress: Callable[[int], None], seen: dict[Any, list[int | str]]
+) -> list[str]:
+    """`_verify_group`, but a file that stands under several names (hard links) is read once."""
+    status = os.stat(file)
+    key = (status.st_dev, status.st_ino, tuple((tuple(r.parts.items()), r.checksum) for r in group.tensors))
+    if status.st_nlink == 1 or key not in seen:
+        found = _verify_group(file, group, progress)
+        seen[key] = found
+    else:
+        found = seen[key]
+        progress(sum(record.nbytes for record in group.tensors))
+    return [group.tensors[item].name if isinstance(item, int) else f"{group.file}: {item}" for item in found]
+
+
+def _verify_group(file: Path, group: Group, progress: Callable[[int], None]) -> list[int | str]:
+    """What differs: positions of tensors in the group, and text about stray bytes."""
+    wrong: list[int | str] = []
     buffer = bytearray(_CHUNK_BYTES)
     fd = os.open(file, os.O_RDONLY)
 
@@ -54,19 +72,19 @@ def _verify_group(file: Path, group: Group, progress: Callable[[int], None]) -> 
             yield view
 
     try:
-        for record in group.tensors:
+        for number, record in enumerate(group.tensors):
             digest = xxhash.xxh3_128()
             for offset, nbytes in record.parts.values():
                 for view in pieces(offset, nbytes):
                     digest.update(view)
             progress(record.nbytes)
             if digest.hexdigest() != record.checksum:
-                wrong.append(record.name)
+                wrong.append(number)
         for start, end in _gaps(group):
             padding = b"".join(bytes(view) for view in pieces(start, end - start))
             stray = len(padding) - len(padding.lstrip(b"\0"))
             if stray < len(padding):
-                wrong.append(f"{group.file}: padding at byte {start + stray}")
+                wrong.append(f"padding at byte {start + stray}")
     finally:
         os.close(fd)
     return wrong
