@@ -121,6 +121,10 @@ class MemoryConfig(Section):
     fit are streamed from the store."""
     recompute: Literal["auto", "always", "never"] = "auto"
     """Recompute each layer in the backward walk, keep its activations, or choose by budget."""
+    state: Literal["auto", "ram", "disk"] = "auto"
+    """Where the adapter's fp32 values, gradients and moments are (16 bytes per trained parameter): in RAM, or in a
+    memory-mapped file in the run's folder, of which one layer is in RAM at a time. Equal bits, slower by its disk.
+    `auto`: on disk when they would take more than half of `budget`, else in RAM."""
 
 
 class ComputeConfig(Section):
@@ -134,7 +138,8 @@ class ComputeConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(50, ge=0)
-    """Save adapter, optimizer and position every so many steps; 0: only at the end."""
+    """Save adapter, optimizer and position every so many steps; 0: only at the end. A checkpoint becomes complete
+    beside the next step."""
     keep: int = Field(2, ge=1)
     """Checkpoints kept besides the best one."""
 

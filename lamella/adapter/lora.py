@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamella.adapter.pages import PagedParameters, StatePages
 from lamella.checkpoint.facts import is_router, num_active_experts, num_routed_experts
 from lamella.config import LoraConfig
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
+
+PagesIn = Callable[[int], Path | None]
 
 
 @dataclass(frozen=True)
@@ -156,29 +160,48 @@ class Adapter:
     Attributes:
         sites: key -> SiteSpec, in model order.
         dropout: probability; rslora: whether scales are alpha / sqrt(r).
+        pages: the file that holds parameters, gradients and moments; None: they are in RAM.
         origin: what `load` read besides the tensors (empty for a new adapter).
         linear_names: full names of all linear layers of the model, adapted or not.
         fused_experts: whether the model has experts fused into 3-D parameters, adapted or not.
     """
 
-    def __init__(self, sites: list[SiteSpec], dropout: float, rslora: bool) -> None:
+    def __init__(self, sites: list[SiteSpec], dropout: float, rslora: bool, pages_in: PagesIn | None = None) -> None:
         self.sites = {s.key: s for s in sites}
         self.dropout = dropout
         self.rslora = rslora
         self.origin: dict[str, Any] = {}
         self.linear_names: list[str] = []
         self.fused_experts = False
+        shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        for site in sites:
+            shapes.setdefault(site.layer, {}).update(
+                {f"{site.key}.lora_A": site.a_shape, f"{site.key}.lora_B": site.b_shape}
+            )
+        folder = (
+            pages_in(sum(math.prod(shape) for named in shapes.values() for shape in named.values()))
+            if pages_in
+            else None
+        )
+        self.pages = None if folder is None else StatePages(folder, shapes)
         self._parameters: dict[str, nn.Parameter] = {}
+        if self.pages is not None:
+            self._parameters = PagedParameters(self.pages)
+            return
         for site in sites:
             self._parameters[f"{site.key}.lora_A"] = nn.Parameter(torch.empty(site.a_shape, dtype=torch.float32))
             self._parameters[f"{site.key}.lora_B"] = nn.Parameter(torch.zeros(site.b_shape, dtype=torch.float32))
 
     @classmethod
-    def create(cls, skeleton: Skeleton, config: LoraConfig, seed: int) -> Adapter:
+    def create(cls, skeleton: Skeleton, config: LoraConfig, seed: int, pages_in: PagesIn | None = None) -> Adapter:
         """New pairs for `config.targets`: A uniform in +-1/sqrt(in) (as PEFT's default), B zero.
 
         The values of a pair depend on the seed and its name only. Expert pairs keep the scale of the others:
         their alpha is reduced with their rank.
+
+        Args:
+            pages_in: told the number of parameters, names the folder of the file that is to hold their state (see
+                `adapter.pages`), or None for RAM.
 
         Raises:
             UserError: a target that matches nothing.
@@ -195,7 +218,7 @@ class Adapter:
                 alpha = scale * (math.sqrt(rank) if config.rslora else rank)
                 sites.append(SiteSpec(f"{skeleton.prefix}.{c.layer}.{c.name()}", c.layer, c.path, c.parameter, c.inputs,
                                       c.outputs, c.experts, rank, alpha, scale, index, c.order))  # fmt: skip
-        adapter = cls(sites, config.dropout, config.rslora)
+        adapter = cls(sites, config.dropout, config.rslora, pages_in)
         adapter.describe(skeleton)
         adapter.reset(seed)
         return adapter
@@ -219,7 +242,8 @@ class Adapter:
                 bound = 1 / math.sqrt(site.inputs)
                 a, b = self.pair(site.key)
                 a.uniform_(-bound, bound, generator=generator)
-                b.zero_()
+                if not is_zero(b):  # new pages hold zeros already; writing them again would make the disk work
+                    b.zero_()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`<key>.lora_A` and `<key>.lora_B` -> fp32 master, in model order."""
@@ -227,6 +251,16 @@ class Adapter:
 
     def pair(self, key: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self._parameters[f"{key}.lora_A"], self._parameters[f"{key}.lora_B"]
+
+    def add_gradient(self, name: str, grad: Tensor) -> None:
+        """Add to a master's gradient (fp32; made when there is none yet)."""
+        master = self._parameters[name]
+        if master.grad is not None:
+            master.grad += grad.to(master.device)
+        elif self.pages is None:
+            master.grad = torch.empty_like(master).copy_(grad)  # in the master's layout
+        else:
+            master.grad = self.pages.view(name, "grad").copy_(grad)
 
     def layer_sites(self, layer: int) -> list[SiteSpec]:
         return [s for s in self.sites.values() if s.layer == layer]
@@ -257,11 +291,12 @@ class Adapter:
                                     fix="it belongs to another model or other LoRA settings")  # fmt: skip
                 p.copy_(state[name])
 
-    def save(self, folder: Path, *, base: str = "", facts: dict[str, Any] | None = None) -> None:
-        """Write PEFT's `adapter_model.safetensors` and `adapter_config.json`; see `adapter.peft_format`."""
+    def save(self, folder: Path, *, base: str = "", facts: dict[str, Any] | None = None) -> dict[str, str]:
+        """Write PEFT's `adapter_model.safetensors` and `adapter_config.json`; see `adapter.peft_format`. Gives the
+        weights' file name and checksum."""
         from lamella.adapter.peft_format import save_adapter
 
-        save_adapter(self, folder, base=base, facts=facts or {})
+        return save_adapter(self, folder, base=base, facts=facts or {})
 
     @classmethod
     def load(cls, folder: Path, skeleton: Skeleton) -> Adapter:
@@ -269,6 +304,19 @@ class Adapter:
         from lamella.adapter.peft_format import load_adapter
 
         return load_adapter(folder, skeleton)
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether all bytes are zero (so -0.0 is not); several times faster than `not tensor.any()`."""
+    return not bool(tensor.detach().contiguous().view(-1).view(torch.uint8).any())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass without a mask."""
+    if tensor.numel() == 0:
+        return True
+    values = tensor.detach().cpu().numpy()  # numpy: a saving thread must not start torch's threads beside the step's
+    return math.isfinite(values.min()) and math.isfinite(values.max())  # NaN comes through
 
 
 def check_names(have: set[str], want: set[str], what: str) -> None:

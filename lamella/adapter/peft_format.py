@@ -16,15 +16,19 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lamella import __version__
-from lamella.adapter.lora import Adapter, SiteSpec, sites_from_shapes
+from lamella.adapter.lora import Adapter, SiteSpec, check_names, sites_from_shapes
+from lamella.adapter.tensors_file import TensorsFile, write_tensors
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
@@ -43,6 +47,40 @@ def unflatten_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tenso
     """Inverse of `flatten_experts`."""
     rank = a.shape[0] // experts
     return a.reshape(experts, rank, -1).contiguous(), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1).contiguous()
+
+
+def _flat(adapter: Adapter, site: SiteSpec, k: int) -> Tensor:
+    """A (k = 0) or B (1) of a site as the file has it."""
+    pair = tuple(p.detach() for p in adapter.pair(site.key))
+    return (pair if site.experts is None else flatten_experts(pair[0], pair[1]))[k]
+
+
+def _file_shapes(site: SiteSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if site.experts is None:
+        return site.a_shape, site.b_shape
+    return (site.experts * site.rank, site.inputs), (site.outputs, site.rank * site.experts)
+
+
+def load_values(adapter: Adapter, folder: Path) -> None:
+    """Set an adapter's masters from a folder that `save_adapter` wrote of one like it; holds one pair in memory.
+
+    Raises:
+        UserError: unreadable file, other names or shapes.
+    """
+    file = TensorsFile(folder / WEIGHTS)
+    names = _tensor_names(adapter.sites)
+    wanted = {f"{name}.lora_{x}.weight" for name in names.values() for x in "AB"}
+    check_names(set(file), wanted, str(folder / WEIGHTS))
+    with torch.no_grad():
+        for key, site in adapter.sites.items():
+            a, b = (file[f"{names[key]}.lora_{x}.weight"].float() for x in "AB")
+            if (tuple(a.shape), tuple(b.shape)) != _file_shapes(site):
+                raise UserError(f"{names[key]} has shapes {list(a.shape)}, {list(b.shape)}", path=folder / WEIGHTS,
+                                fix="it belongs to another model or other LoRA settings")  # fmt: skip
+            if site.experts is not None:
+                a, b = unflatten_experts(a, b, site.experts)
+            for master, value in zip(adapter.pair(key), (a, b), strict=True):
+                master.copy_(value)
 
 
 def _module_name(site: SiteSpec) -> str:
@@ -104,18 +142,19 @@ def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, Any]) -> None:
-    """Write the three files into `folder` (created). fp32 values, exactly the masters."""
+def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, Any]) -> dict[str, str]:
+    """Write the three files into `folder` (created). fp32 values, exactly the masters.
+
+    Returns:
+        name of the weights' file -> its xxh3_128.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     names = _tensor_names(adapter.sites)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
     for site in adapter.sites.values():
-        a, b = (p.detach() for p in adapter.pair(site.key))
-        if site.experts is not None:
-            a, b = flatten_experts(a, b)
-        tensors[f"{names[site.key]}.lora_A.weight"] = a.contiguous()
-        tensors[f"{names[site.key]}.lora_B.weight"] = b.contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        for k, shape in enumerate(_file_shapes(site)):
+            tensors[f"{names[site.key]}.lora_{'AB'[k]}.weight"] = shape, partial(_flat, adapter, site, k)
+    digest = write_tensors(folder / WEIGHTS, tensors)
     config = peft_config(adapter, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     own = {
@@ -123,6 +162,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, 
         "dropout": adapter.dropout, "tensors": len(tensors), **facts,
     }  # fmt: skip
     (folder / FACTS).write_text(json.dumps(own, indent=2) + "\n")
+    return {WEIGHTS: digest}
 
 
 def _read_object(file: Path, fix: str) -> dict[str, Any]:
@@ -194,15 +234,18 @@ def _pattern_value(patterns: dict[str, Any], key: str, default: float) -> float:
     return default
 
 
-def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
+def load_adapter(folder: Path, skeleton: Skeleton, values: bool = True) -> Adapter:
     """Read a PEFT folder into an `Adapter` for this model.
+
+    Args:
+        values: False leaves the parameters on `meta`: sites and settings only.
 
     Raises:
         UserError: unreadable files, tensors that are not LoRA pairs, names or shapes that do not fit the model.
     """
     config, facts = _read_config(folder), read_facts(folder)
     try:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS) if values else _shapes_only(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"cannot be read: {error}", path=folder / WEIGHTS, fix="the adapter is incomplete; save it again"
@@ -225,11 +268,18 @@ def load_adapter(folder: Path, skeleton: Skeleton) -> Adapter:
     alphas = {key: _pattern_value(config.get("alpha_pattern", {}), key, float(config["lora_alpha"])) for key in keyed}
     shapes = {key: (tuple(a.shape), tuple(b.shape)) for key, (a, b) in keyed.items()}
     sites = sites_from_shapes(skeleton, shapes, alphas, rslora)
-    adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
+    with torch.device("cpu" if values else "meta"):
+        adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
     adapter.origin = facts
     adapter.describe(skeleton)
+    if not values:
+        return adapter
     adapter.load_state({f"{key}.lora_{x}": t for key, pair in keyed.items() for x, t in zip("AB", pair, strict=True)})
     return adapter
+
+
+def _shapes_only(file: Path) -> dict[str, Tensor]:
+    return {name: torch.empty(info.shape, device="meta") for name, info in TensorsFile(file).infos.items()}
 
 
 def _resolve_wrappers(pairs: dict[str, dict[str, Tensor]], skeleton: Skeleton) -> dict[str, tuple[Tensor, Tensor]]:

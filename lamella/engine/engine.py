@@ -145,23 +145,27 @@ class Engine:
         self.walk.attach(adapter)
 
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0
-    ) -> StepOutput:
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
+        beside_base: bool = False,
+    ) -> StepOutput:  # fmt: skip
         """All micro-batches through all layers and back.
 
         The loss is the summed cross-entropy divided by `label_tokens` (the whole step's, over all devices).
-        Gradients are added to the adapter parameters' `.grad`, fp32.
+        Gradients are added to the adapter parameters' `.grad`, fp32. With `beside_base` the first micro-batch's loss
+        with and without the adapter comes back too, for one more forward pass of it and no further reading of layers.
         """
         if self.skeleton.dtype == torch.float16:
             raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
                             fix="use bf16 or fp32")  # fmt: skip
         if not batches:
-            for p in self.walk.adapter.parameters().values() if self.walk.adapter else ():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if self.walk.adapter is not None:
+                for name, p in self.walk.adapter.parameters().items():
+                    self.walk.adapter.add_gradient(name, torch.zeros_like(p))
             return StepOutput(0.0, 0, 0.0, [])
         return self.walk.step(
-            batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef
-        )
+            batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
+            beside_base=beside_base,
+        )  # fmt: skip
 
     def score(self, batches: Sequence[PackedBatch], on_layer: Callable[[int], None] | None = None) -> list[Tensor]:
         """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""

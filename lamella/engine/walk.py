@@ -51,12 +51,15 @@ class StepOutput:
         label_tokens: how many label tokens these batches hold.
         aux: router balancing loss of these batches' tokens, not multiplied by its coefficient; 0 for dense models.
         peaks: largest |hidden state| after each layer; NaN or infinite where a layer's output was.
+        start: loss per label token of the first micro-batch without (`base`) and with the adapter (`adapter`), when it
+            was asked for.
     """
 
     loss_sum: float
     label_tokens: int
     aux: float
     peaks: list[float]
+    start: dict[str, float] | None = None
 
     def first_bad_layer(self) -> int | None:
         """First layer whose output was not finite, or None."""
@@ -140,6 +143,7 @@ class Walk:
         self.skeleton, self.weights, self.seed = skeleton, weights, seed
         self.adapter: Adapter | None = None
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sites: dict[int, list[SiteSpec]] = {}
         self.saved_bytes_per_token: float | None = None
         self.logits_bytes = LOGITS_BYTES
         self.steps_kept = self.steps_recomputed = 0
@@ -173,8 +177,10 @@ class Walk:
                     owner.__dict__.pop("lamella_hits", None)
         self.adapter = adapter
         self.leaves = {}
+        self._sites = {}
         if adapter is not None:
             for site in adapter.sites.values():
+                self._sites.setdefault(site.layer, []).append(site)
                 if site.parameter is not None:
                     owner = self._owner(site)
                     owner.__dict__.setdefault("lamella_lora", {})
@@ -189,22 +195,38 @@ class Walk:
                     hits[site.key.rpartition(".")[0]] = self._owner(site).__dict__["lamella_hits"].tolist()
         return hits
 
-    def _fresh_leaves(self, grad: bool) -> None:
-        """Compute-dtype views of the masters, hung into the modules."""
-        if self.adapter is None:
-            return
+    def _hang(self, layer: int, grad: bool) -> None:
+        """Hang compute-dtype leaves of a layer's masters into its modules, unless they are there (of a kept graph)."""
         device = self.weights.device
-        for key, site in self.adapter.sites.items():
-            a, b = (p.detach().to(device, self.skeleton.dtype).requires_grad_(grad) for p in self.adapter.pair(key))
-            self.leaves[key] = (a, b)
-            dropout = self.adapter.dropout if grad else 0.0
-            hung = LoraSite(a, b, site.scale, dropout, site.index)
+        for site in self._sites.get(layer, ()):
+            if site.key in self.leaves:
+                continue
+            assert self.adapter is not None
+            a, b = (
+                p.detach().to(device, self.skeleton.dtype).requires_grad_(grad) for p in self.adapter.pair(site.key)
+            )
+            self.leaves[site.key] = (a, b)
+            hung = LoraSite(a, b, site.scale, self.adapter.dropout if grad else 0.0, site.index)
             owner = self._owner(site)
             if site.parameter is None:
                 assert isinstance(owner, FrozenLinear)
                 owner.lora = hung
             else:
                 owner.__dict__["lamella_lora"][site.parameter] = hung
+
+    def _unhang(self, layer: int) -> None:
+        for site in self._sites.get(layer, ()):
+            if self.leaves.pop(site.key, None) is not None:
+                owner = self._owner(site)
+                if site.parameter is None:
+                    owner.lora = None
+                else:
+                    owner.__dict__["lamella_lora"].pop(site.parameter, None)
+
+    def _unhang_all(self) -> None:
+        """Leaves of an earlier pass (one that failed half-way) must not serve the next: masters have moved on."""
+        for layer in self._sites:
+            self._unhang(layer)
 
     # ---- one layer ------------------------------------------------------------------------------
 
@@ -250,12 +272,14 @@ class Walk:
     ) -> list[Tensor]:  # fmt: skip
         """Last boundary of every batch, [T, H], without gradients."""
         with torch.no_grad():
-            self._fresh_leaves(grad=False)
+            self._unhang_all()
             items = [self._enter(b, None, cache) for b in batches]
             for i in range(len(self.skeleton.layers)):
                 self.weights.bind(i)
+                self._hang(i, grad=False)
                 for item in items:
                     item.hidden, _ = self._run(item, i, item.hidden)
+                self._unhang(i)
                 if on_layer is not None:
                     on_layer(i)
             return [item.hidden[0, : b.tokens] for item, b in zip(items, batches, strict=True)]
@@ -332,8 +356,9 @@ class Walk:
     # ---- a step ---------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, keep_bytes: int, aux_coef: float
-    ) -> StepOutput:
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, keep_bytes: int, aux_coef: float,
+        beside_base: bool = False,
+    ) -> StepOutput:  # fmt: skip
         """Forward and backward of all micro-batches; adds into the adapter parameters' `.grad` (fp32).
 
         Args:
@@ -342,17 +367,22 @@ class Walk:
             label_tokens: label tokens of the whole step, over all devices; the loss is divided by it.
             keep_bytes: activations of all layers are kept when they take at most this; else recomputed.
             aux_coef: weight of the router balancing loss.
+            beside_base: also run the first micro-batch through the bare base, for `StepOutput.start`.
         """
         adapter = self.adapter
         assert adapter is not None, "no adapter attached"
         layers, first = len(self.skeleton.layers), adapter.first_layer
-        self._fresh_leaves(grad=True)
+        self._unhang_all()
         items = [self._enter(b, step_index) for b in batches]
+        bare = self._enter(batches[0], None) if beside_base else None
         keep = self._keeps(items, keep_bytes, layers - first)
         routing = _Routing()
         peaks = torch.zeros(layers, device=self.weights.device)
         for i in range(layers):
             self.weights.bind(i)
+            if bare is not None:
+                self._forward_one(bare, i, False, False)
+            self._hang(i, grad=True)
             for item in items:
                 if keep is None and i == first:
                     keep = self._measure_and_decide(item, i, items, keep_bytes, layers - first)
@@ -360,20 +390,29 @@ class Walk:
                 if router is not None:
                     routing.add(router, self.top_k)
                 peaks[i] = torch.maximum(peaks[i], _peak(item.hidden))
+            if not keep and i < layers - 1:
+                self._unhang(i)
         self.steps_kept += bool(keep)
         self.steps_recomputed += not keep
         loss = torch.zeros((), dtype=torch.float64, device=self.weights.device)
-        gradients = []
+        gradients: list[Tensor] = []
+        start = None
         for item in items:
             total, gradient = self._loss_and_gradient(item, label_tokens)
+            if bare is not None and not gradients:
+                labels = max(int(bare.batch.score_tokens.numel()), 1)
+                start = {"base": float(self._loss_and_gradient(bare, label_tokens)[0]) / labels,
+                         "adapter": float(total) / labels}  # fmt: skip
             loss += total
             gradients.append(gradient)
         for i in reversed(range(first, layers)):
             self.weights.bind(i)
+            self._hang(i, grad=True)
             for m, item in enumerate(items):
                 gradients[m] = self._backward_one(item, i, gradients[m], routing, aux_coef, i > first)
+            self._unhang(i)
         count = sum(int(b.score_tokens.numel()) for b in batches)
-        return StepOutput(float(loss), count, routing.loss(), peaks.tolist())
+        return StepOutput(float(loss), count, routing.loss(), peaks.tolist(), start)
 
     def _keeps(self, items: list[_Item], keep_bytes: int, layers: int) -> bool | None:
         if keep_bytes <= 0:
@@ -428,7 +467,7 @@ class Walk:
             hidden = item.inputs.pop(i).detach().requires_grad_(needs_input)
             with torch.enable_grad():
                 out, router = self._run(item, i, hidden)
-        sites = self.adapter.layer_sites(i)
+        sites = self._sites.get(i, [])
         leaves = [leaf for s in sites for leaf in self.leaves[s.key]]
         wanted = ([hidden] if needs_input else []) + leaves
         outputs, grads = [out], [grad_out]
@@ -442,11 +481,7 @@ class Walk:
         found = list(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
         grad_in = found.pop(0) if needs_input else grad_out
         for site, a, b in zip(sites, found[::2], found[1::2], strict=True):
-            for master, grad in zip(self.adapter.pair(site.key), (a, b), strict=True):
-                if grad is None:
-                    continue
-                if master.grad is None:
-                    master.grad = torch.empty_like(master).copy_(grad)  # in the master's layout
-                else:
-                    master.grad += grad.to(master.device)
+            for x, grad in (("A", a), ("B", b)):
+                if grad is not None:
+                    self.adapter.add_gradient(f"{site.key}.lora_{x}", grad)
         return grad_in

@@ -8,6 +8,7 @@ read from the store into two slots, the next one ahead of its turn.
 
 from __future__ import annotations
 
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import ParamPlan
 from lamella.models.skeleton import Skeleton
+from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.verify import read_exactly
 from lamella.units import format_bytes
 
 ALIGN_BYTES = 64
+_PIECE_NUMEL = 8 << 20
+"""Values converted at once."""
 
 
 def aligned_bytes(n: int, pin: bool = False) -> Tensor:
@@ -117,6 +121,9 @@ class LayerWeights:
         self.bound: int | None = None
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
         self.plans = plan_binding(skeleton, shapes, str(store.path))
+        self._stored_dtypes = {
+            r.name: getattr(torch, r.dtype) for key, _ in store.manifest.groups() for r in store.records(key)
+        }
         self._formats = {r.name: r.format for key, _ in store.manifest.groups() for r in store.records(key)}
         by_layer: dict[int | None, list[ParamPlan]] = {}
         for plan in self.plans.values():
@@ -131,13 +138,15 @@ class LayerWeights:
         )  # fmt: skip
         fixed = self._buffer.nbytes + self._kept_bytes()
         self.residency = plan_residency([store.group_bytes(i) for i in range(layers)], fixed, budget_bytes)
+        self._streamed = frozenset(self.residency.streamed)
         self._pin = device.type == "cuda"
         self._packed: dict[int, PackedGroup] = {}
+        self._mapped: dict[str, Tensor] = {}
         self._bind_outer()
         self._fills: list[list[Fill]] = []
         self._experts: list[list[ExpertBytes]] = []
         for i in range(layers):
-            small = self._small_tensors(i)
+            small = read_raw(self.store, i)
             self._fills.append(self._bind_layer(by_layer.get(i, []), small))
             self._experts.append(self._bind_experts(by_layer.get(i, [])))
         self._on_device: DeviceSlots | None = None
@@ -168,19 +177,34 @@ class LayerWeights:
         return quantised and can_stay_packed(plan, self._owner(plan)[0], self.store.manifest.block_size)
 
     def _kept_bytes(self) -> int:
+        """Unquantised tensors; a mapped table of embeddings counts as nothing (rows are read as tokens come), but a
+        mapped head does, being read whole."""
         size = self.skeleton.dtype.itemsize
-        return sum(torch.Size(p.shape).numel() * size for p in self.plans.values() if not self._is_quantised(p))
+        head = self.skeleton.model.get_output_embeddings()
+        heads = {id(p) for p in head.parameters()} if head is not None else set()
+        outer = self.skeleton.model.state_dict(keep_vars=True)
+        return sum(
+            torch.Size(p.shape).numel() * size
+            for p in self.plans.values()
+            if not self._is_quantised(p)
+            and not (p.layer is None and self._is_mapped(p) and len(p.shape) == 2 and id(outer[p.name]) not in heads)
+        )
 
     # ---- binding --------------------------------------------------------------------------------
 
     def _bind_outer(self) -> None:
-        group = self.store.load("outer")
+        """Embeddings, last norm, head: looked at in the mapped file where its dtype is the one computed in, else
+        converted in pieces."""
+        group, self._outer_map = self.store.map("outer")
         tensors = {}
         for plan in self._by_layer.get(None, []):
             (piece,) = plan.pieces
-            dtype = self._dtype_of(plan.name)
             stored = group.raw(piece.source)
-            tensors[plan.name] = stored.to(self.device, dtype, copy=False)
+            if self._is_mapped(plan):
+                self._mapped[piece.source] = tensors[plan.name] = stored
+            else:
+                tensors[plan.name] = self._converted(stored, self._dtype_of(plan.name))
+        self._outer_map.madvise(mmap.MADV_DONTNEED)
         for name, old in list(self.skeleton.model.state_dict(keep_vars=True).items()):
             if name in tensors:
                 for module in self.skeleton.model.modules():  # every place that holds the old one: tied heads too
@@ -188,20 +212,23 @@ class LayerWeights:
                         if p is old:
                             _set(module, key, tensors[name])
 
+    def _is_mapped(self, plan: ParamPlan) -> bool:
+        return self.device.type == "cpu" and self._stored_dtypes[plan.pieces[0].source] == self._dtype_of(plan.name)
+
+    def _converted(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(stored.shape, dtype=dtype, device=self.device)
+        flat, source = out.view(-1), stored.view(-1)
+        for start in range(0, flat.numel(), _PIECE_NUMEL):
+            flat[start : start + _PIECE_NUMEL].copy_(source[start : start + _PIECE_NUMEL])
+            self._outer_map.madvise(mmap.MADV_DONTNEED)
+        return out
+
     def _dtype_of(self, name: str) -> torch.dtype:
         model = self.skeleton.model
         strict = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
         if self.skeleton.dtype == torch.float16:
             strict += [*(getattr(model, "_keep_in_fp32_modules", None) or [])]
         return torch.float32 if any(part in name.split(".") for part in strict) else self.skeleton.dtype
-
-    def _small_tensors(self, i: int) -> dict[str, Tensor]:
-        """Tensors of layer i kept in 16 bit. A resident layer is loaded here; of a streamed one only these are read."""
-        if i in self.residency.resident:
-            packed = self.store.load(i, aligned_bytes(self.store.group_bytes(i), self._pin))
-            self._packed[i] = packed
-            return {r.name: packed.raw(r.name) for r in self.store.records(i) if r.format == "raw"}
-        return read_raw(self.store, i)
 
     def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
         fills, offset = [], 0
@@ -240,18 +267,21 @@ class LayerWeights:
     def _start_slots(self) -> None:
         self._slots: list[Tensor] = []
         self._loading: dict[int, Future[PackedGroup]] = {}
-        self._reader: ThreadPoolExecutor | None = None
+        self._first: dict[int, Future[PackedGroup]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read")
         if self.residency.streamed:
             size = max(self.store.group_bytes(i) for i in self.residency.streamed)
             self._slots = [aligned_bytes(size, self._pin) for _ in range(2)]
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read")
         self._slot_of: dict[int, int] = {}
 
     def _request(self, i: int, keep: int | None) -> None:
-        """Start reading streamed layer i into the slot that does not hold layer `keep`."""
-        if i in self._loading or i not in self.residency.streamed:
+        """Start reading layer i: a resident one for good, when it is first needed; a streamed one into the slot that does
+        not hold layer `keep`."""
+        if i in self._loading or i in self._packed or i in self._first:
             return
-        assert self._reader is not None
+        if i not in self._streamed:
+            self._first[i] = self._reader.submit(self._load_for_good, i)
+            return
         slot = 1 - self._slot_of[keep] if keep in self._slot_of else 0
         for other in [k for k, s in self._slot_of.items() if s == slot]:
             if self._on_device is not None:
@@ -261,17 +291,25 @@ class LayerWeights:
         self._slot_of[i] = slot
         self._loading[i] = self._reader.submit(self.store.load, i, self._slots[slot])
 
+    def _load_for_good(self, i: int) -> PackedGroup:
+        return self.store.load(i, aligned_bytes(self.store.group_bytes(i), self._pin))
+
     def packed(self, i: int) -> PackedGroup:
         """Layer i's bytes, read now if they are not here; the next layer of the walk is read ahead."""
         if i in self._packed:
             return self._packed[i]
         self._request(i, self.bound)
+        if i in self._first:
+            self._packed[i] = self._first.pop(i).result()
+            return self._packed[i]
         return self._loading[i].result()
 
     def bind(self, i: int) -> None:
         """Bring layer i's weights into its modules; nothing to do when it is the one at work."""
         if self.bound == i:
             return
+        if self._streamed:
+            self._outer_map.madvise(mmap.MADV_DONTNEED)  # rows and head of the pass before; memory is short
         before, packed = self.bound, self.packed(i)
         if self._on_device is not None:
             self._on_device.fetch(i, packed, before)
@@ -289,19 +327,31 @@ class LayerWeights:
         ahead = i + 1 if before is None or before < i else i - 1
         if 0 <= ahead < len(self._fills):
             self._request(ahead, i if i in self._slot_of else None)
-            loading = self._loading.get(ahead)
+            loading = self._loading.get(ahead) or self._first.get(ahead)
             if self._on_device is not None and (loading is None or loading.done()):
                 self._on_device.fetch(ahead, self.packed(ahead), i)
 
     def resident_checksum(self) -> str:
-        """xxh3-128 over the base's bytes that stay in memory: resident packed layers, and every bound tensor that is
-        not dequantised layer by layer (norms, biases, routers, embeddings, head)."""
+        """xxh3-128 over the checksums of the base's bytes in memory: of resident packed layers and mapped tensors as the
+        manifest takes them, and of tensors that were converted.
+
+        What no pass has read yet counts as what the manifest says. So the value before the first pass costs nothing,
+        and equality later means equality with the store as it was written.
+        """
         digest = xxhash.xxh3_128()
-        for i in sorted(self._packed):
-            digest.update(memoryview(self._packed[i].buffer.numpy()))  # type: ignore[arg-type]
+        for i in self.residency.resident:
+            for record in self.store.records(i):
+                now = _checksum_in(self._packed[i].buffer, record) if i in self._packed else record.checksum
+                digest.update(now.encode())
+        for record in self.store.records("outer"):
+            if record.name in self._mapped:
+                now = record.checksum if self.bound is None else self._mapped_checksum(self._mapped[record.name])
+                digest.update(now.encode())
         outer = self.skeleton.model.state_dict(keep_vars=True)
         for plan in self.plans.values():
             if plan.layer is None:
+                if self._is_mapped(plan):
+                    continue
                 bound = outer[plan.name]
             elif not self._is_quantised(plan):
                 module, key = self._owner(plan)
@@ -311,9 +361,24 @@ class LayerWeights:
             digest.update(bound.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
+    def _mapped_checksum(self, tensor: Tensor) -> str:
+        digest = xxhash.xxh3_128()
+        for piece in tensor.view(-1).view(torch.uint8).split(_PIECE_NUMEL):
+            digest.update(memoryview(piece.numpy().data))
+            if self._streamed:
+                self._outer_map.madvise(mmap.MADV_DONTNEED)
+        return digest.hexdigest()
+
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.shutdown()
+        self._reader.shutdown()
+
+
+def _checksum_in(buffer: Tensor, record: TensorRecord) -> str:
+    """A packed tensor's checksum as the manifest takes it."""
+    digest = xxhash.xxh3_128()
+    for offset, nbytes in record.parts.values():
+        digest.update(memoryview(buffer[offset : offset + nbytes].numpy().data))
+    return digest.hexdigest()
 
 
 def _padded(numel: int) -> int:

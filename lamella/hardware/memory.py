@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from lamella.hardware.limit import CGROUPS, own_cgroups
+
 
 def peak_rss_bytes() -> int:
     """Largest resident set of this process so far, in bytes.
@@ -29,12 +31,15 @@ def rss_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """RAM this process may use: the smaller of the host's total and its cgroup limit, in bytes."""
+    """RAM this process may use: the smallest of the host's total and the limits of its cgroups, in bytes."""
     limits = [int(psutil.virtual_memory().total)]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        file = Path(name)
-        if file.is_file():
-            text = file.read_text().strip()
-            if text.isdigit():
-                limits.append(int(text))
+    for _, group in own_cgroups():
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(CGROUPS):
+                break
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                file = folder / name
+                text = file.read_text().strip() if file.is_file() else ""
+                if text.isdigit():
+                    limits.append(int(text))
     return min(limits)

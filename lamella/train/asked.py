@@ -47,12 +47,14 @@ def asked_of_engine(config: RunConfig) -> dict[str, Any]:
         "budget_bytes": None if budget is None else parse_bytes(budget),
         "threads": config.compute.threads,
         "router_aux_coef": config.train.router_aux_coef,
+        "state": config.memory.state,
     }
 
 
 def engine_in_effect(parts: Parts) -> dict[str, Any]:
     """`engine.facts()`, with what the steps so far really did in place of the settings the engine was given."""
-    facts = {**parts.engine.facts(), "threads": torch.get_num_threads(), "router_aux_coef": parts.aux_coef}
+    facts = {**parts.engine.facts(), "threads": torch.get_num_threads(), "router_aux_coef": parts.aux_coef,
+             "state": "ram" if parts.pages is None else "disk"}  # fmt: skip
     if "steps_kept" not in facts or "steps_recomputed" not in facts:
         facts.pop("recompute", None)  # a setting nobody can check counts as missing
         return facts

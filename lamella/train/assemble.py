@@ -17,6 +17,8 @@ import xxhash
 
 from lamella.adapter import Adapter, SiteSpec
 from lamella.adapter.lora import active_experts
+from lamella.adapter.pages import STATE_BYTES
+from lamella.adapter.peft_format import load_adapter, load_values
 from lamella.checkpoint.facts import num_routed_experts
 from lamella.config import RunConfig
 from lamella.console import notice, progress
@@ -33,7 +35,7 @@ from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
 from lamella.train.ranks import Ranks
 from lamella.train.state import check_validation
-from lamella.units import parse_bytes
+from lamella.units import format_bytes, parse_bytes
 
 MEASURED = ("loss", "perplexity")
 
@@ -132,19 +134,20 @@ class TrainedAdapter:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self.adapter.parameters()
 
-    def save(self, folder: Path) -> None:
-        self.adapter.save(folder, base=self.base, facts=self.facts)
+    def save(self, folder: Path) -> dict[str, str]:
+        checksums = self.adapter.save(folder, base=self.base, facts=self.facts)
         for name, text in self.beside.items():
             (folder / name).write_text(text, encoding="utf-8")
+        return checksums
 
     def load_state(self, folder: Path) -> None:
-        self.adapter.load_state(Adapter.load(folder, self.skeleton).state())
+        load_values(self.adapter, folder)
 
     def settings(self) -> dict[str, Any]:
         return self._settings_of(self.adapter)
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
-        return self._settings_of(Adapter.load(folder, self.skeleton))
+        return self._settings_of(load_adapter(folder, self.skeleton, values=False))
 
     def _settings_of(self, adapter: Adapter) -> dict[str, Any]:
         return settings_of(adapter) | {
@@ -195,13 +198,33 @@ def _is_target(site: SiteSpec, target: str) -> bool:
     return any(f".{name}".endswith(f".{target}") for name in names) or f".{target}".endswith(f".{within}")
 
 
-def _open_adapter(config: RunConfig, skeleton: Skeleton) -> Adapter:
+def pages_folder(config: RunConfig, parameters: int, ranks: Ranks) -> Path | None:
+    """The folder for the adapter's state by `memory.state`; None: RAM.
+
+    Raises:
+        UserError: `disk` with several ranks.
+    """
+    asked, budget = config.memory.state, config.memory.budget
+    if ranks.world > 1:
+        if asked == "disk":
+            raise UserError('memory.state = "disk" with several ranks is not supported', fix='set it to "ram"')
+        return None
+    large = budget is not None and STATE_BYTES * parameters > parse_bytes(budget) / 2
+    if asked == "ram" or (asked == "auto" and not large):
+        return None
+    notice(f"the adapter's state, {format_bytes(STATE_BYTES * parameters)}, is kept in a file in the run's folder")
+    return config.runs_dir / config.name
+
+
+def _open_adapter(config: RunConfig, skeleton: Skeleton, ranks: Ranks) -> Adapter:
     """A fresh adapter, or `init_adapter`'s values in the shape that `lora` asks for.
 
     Raises:
         UserError: `init_adapter` has other targets, ranks or scales than `lora`. (Another base: see `Engine.attach`.)
     """
-    adapter = Adapter.create(skeleton, config.lora, config.train.seed)
+    adapter = Adapter.create(
+        skeleton, config.lora, config.train.seed, lambda parameters: pages_folder(config, parameters, ranks)
+    )
     if config.init_adapter is None:
         return adapter
     given = Adapter.load(config.init_adapter, skeleton)
@@ -305,16 +328,6 @@ def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
     )  # fmt: skip
 
 
-def _first_losses(engine: Engine, adapter: Adapter, rows: Rows) -> dict[str, float]:
-    """Loss per label token of the first micro-batch, without and with the adapter as it starts."""
-    batch = rows.pack(rows.rows_of(0).rows)[:1]
-    labels = max(int(batch[0].score_tokens.numel()), 1)
-    engine.attach(None)
-    base = float(engine.loss_sums(batch)[0].sum()) / labels
-    engine.attach(adapter)
-    return {"base": base, "adapter": float(engine.loss_sums(batch)[0].sum()) / labels}
-
-
 def _quantised(engine: Engine) -> frozenset[str]:
     """Names of the layers' 4-bit weights: modules, or expert parameters."""
     manifest = engine.store.manifest
@@ -378,12 +391,8 @@ def _base(engine: Engine, expected: dict[str, tuple[int, str]]) -> Base:
     return Base(manifest.checksum, store.path, tensors, verify, engine.walk.weights.resident_checksum, expected)
 
 
-def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
-    """Open everything. Data come first: they are the cheapest to be wrong.
-
-    Args:
-        fresh_start: measure the base's and the new adapter's loss on the first rows.
-    """
+def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts:
+    """Open everything; no weight of a layer is read. Data come first: they are the cheapest to be wrong."""
     check_metric(config)
     store = Store.open(config.store)
     aux_coef = router_aux_coef(config, store, ranks)
@@ -394,11 +403,10 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
             notice(line)
     held_out = _encode(config, tokenizer, config.validation.data) if config.validation.data else None
     engine = _open_engine(config, store, ranks)
-    adapter = _open_adapter(config, engine.skeleton)
+    adapter = _open_adapter(config, engine.skeleton, ranks)
     validation = None
     if held_out is not None:
         validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
-    start = _first_losses(engine, adapter, rows) if fresh_start else {}
     engine.attach(adapter)
     sites = list(adapter.sites.values())
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
@@ -419,7 +427,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, fresh_start: bool) -> Parts:
         vocab_size=engine.config.vocab_size,
         class_of=classes.__getitem__,
         validator=validation,
-        start=start,
         fresh=config.init_adapter is None,
         aux_coef=aux_coef,
+        pages=adapter.pages,
     )

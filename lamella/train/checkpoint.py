@@ -7,6 +7,10 @@
 
 A save fills a `.partial` folder, flushes every file to disk, writes `complete.json` and only then takes its
 name by one rename. Reading trusts a folder only when every file has the recorded size and checksum.
+
+All of it happens in a thread, beside the next step's passes: adapter and optimizer do not change until that step's
+update, so they are written from where they lie, without a copy; the update waits for the save. So the checkpoint of
+step k is complete before step k + 1 changes anything, and when the run ends.
 """
 
 from __future__ import annotations
@@ -15,15 +19,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lamella.adapter.tensors_file import TensorsFile, write_tensors
 from lamella.errors import UserError
 from lamella.files import file_checksum, free_bytes, fsync_path, is_disk_full, write_json
 from lamella.units import format_bytes
@@ -73,6 +80,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-save")
+        self._pending: Future[None] | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -105,51 +114,80 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        save_adapter: Callable[[Path], None],
+        save_adapter: Callable[[Path], Mapping[str, str] | None],
         optimizer: dict[str, Tensor],
         state: dict[str, Any],
         need_bytes: int,
+        best: int | None = None,
     ) -> Path:
-        """Write the checkpoint of `step` (updates made so far).
+        """Begin the checkpoint of `step` (updates made so far); it is complete after the next `save` or `settle`.
+
+        Until then adapter and optimizer must stay as they are.
+
+        Returns:
+            The folder that it will be.
 
         Args:
-            save_adapter: writes the adapter's files into the folder given.
+            save_adapter: writes the adapter's files into the folder given; may tell their checksums by name.
             need_bytes: size to expect; checked against free space first.
+            best: step of the best checkpoint so far, which is kept.
 
         Raises:
-            UserError: disk full; earlier checkpoints are untouched and nothing half-made stays.
+            UserError: disk full, for this save or the one before; earlier checkpoints are untouched and nothing half-made stays.
         """
+        self.settle()
         self.check_space(need_bytes)
+        text = json.dumps(state, indent=1, allow_nan=False) + "\n"
         final = self.path(step)
         temp = final.with_name(final.name + ".partial")
+
+        def work() -> None:
+            with self._cleaning(temp, need_bytes):
+                if temp.exists():
+                    shutil.rmtree(temp)
+                temp.mkdir(parents=True)
+                known = dict(save_adapter(temp) or {})
+                moments = {name: (tuple(t.shape), partial(_same, t)) for name, t in optimizer.items()}
+                known[OPTIMIZER] = write_tensors(temp / OPTIMIZER, moments)
+                (temp / STATE).write_text(text, encoding="utf-8")
+                _complete(step, temp, known)
+            if final.exists():
+                self._remove(final)
+            os.rename(temp, final)
+            fsync_path(self.folder)
+            self.prune(best)
+
+        self._pending = self._thread.submit(work)
+        return final
+
+    def settle(self) -> None:
+        """Wait until the save under way is complete.
+
+        Raises:
+            UserError: it failed (disk full); earlier checkpoints are untouched.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """End the thread, after what it is at."""
+        self._thread.shutdown()
+
+    @contextmanager
+    def _cleaning(self, temp: Path, need_bytes: int) -> Iterator[None]:
+        """Of a save that fails nothing half-made stays."""
         try:
-            if temp.exists():
-                shutil.rmtree(temp)
-            temp.mkdir(parents=True)
-            save_adapter(temp)
-            save_file(optimizer, temp / OPTIMIZER)
-            write_json(temp / STATE, state)
-            files = sorted(p for p in temp.iterdir() if p.is_file())
-            for path in files:
-                fsync_path(path)
-            write_json(
-                temp / RECORD,
-                {
-                    "step": step,
-                    "files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": file_checksum(p)} for p in files},
-                },
-            )
-        except (OSError, SafetensorError) as error:
+            yield
+        except UserError:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+        except (OSError, SafetensorError) as error:  # an adapter may be written by safetensors itself
             free = free_bytes(self.folder.parent)
             shutil.rmtree(temp, ignore_errors=True)
             if is_disk_full(error):
                 raise _disk_full(self.folder, need_bytes + _MARGIN_BYTES, free) from error
             raise
-        if final.exists():
-            self._remove(final)
-        os.rename(temp, final)
-        fsync_path(self.folder)
-        return final
 
     def prune(self, best: int | None) -> None:
         """Drop all but the newest `keep` checkpoints and the best one, and what killed saves left."""
@@ -174,8 +212,22 @@ class Checkpoints:
         shutil.rmtree(gone)
 
 
-def load_optimizer(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / OPTIMIZER)
+def _complete(step: int, folder: Path, known: Mapping[str, str]) -> None:
+    """Flush a filled folder's files and record them (checksums of some are known): now it is a checkpoint."""
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    for path in files:
+        fsync_path(path)
+    record = {p.name: {"bytes": p.stat().st_size, "xxh3_128": known.get(p.name) or file_checksum(p)} for p in files}
+    write_json(folder / RECORD, {"step": step, "files": record})
+
+
+def load_optimizer(folder: Path) -> Mapping[str, Tensor]:
+    """The optimizer's tensors by name, each read when it is asked for."""
+    return TensorsFile(folder / OPTIMIZER)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _WRITTEN_BY_US = {  # keys by which a file of ours is known
 FREE_KEYS = (
     "name", "runs_dir", "store", "init_adapter", "data.train", "data.chat_template", "validation.data",  # places
     "train.steps", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "train.max_bad_steps",
-    "memory.budget", "memory.recompute", "train.micro_batch_tokens", "compute.threads",  # rounding at most
+    "memory.budget", "memory.recompute", "memory.state", "train.micro_batch_tokens", "compute.threads",  # rounding at most
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
 
@@ -150,6 +150,7 @@ class RunFolder:
         self._lock = lock
 
     def close(self) -> None:
+        self.checkpoints.close()
         self.metrics.close()
         self.validations.close()
         if self._lock is not None:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import xxhash
 
+from lamella.adapter.lora import is_finite, is_zero
 from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.data.batching import share_rows
@@ -61,6 +62,7 @@ class Run:
     memory: str
     started_s: float
     stop: bool = False
+    saving: bool = False
 
     @property
     def total_steps(self) -> int:
@@ -118,7 +120,7 @@ def _begin(folder: RunFolder, mode: Mode) -> Beginning:
 def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, beginning: Beginning) -> Run:
     parameters = parts.adapter.parameters()
     initial = digests(parameters, parts.class_of)
-    zero_names = tuple(name for name, p in parameters.items() if not bool(p.detach().any()))
+    zero_names = tuple(name for name, p in parameters.items() if is_zero(p))
     state = RunState(
         config=config.model_dump(mode="json"),
         data_fingerprint=parts.data.fingerprint,
@@ -131,7 +133,7 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
     ranks.agree("data", state.data_fingerprint)
     ranks.agree("store", state.store_fingerprint)
     ranks.agree("initial adapter", state.initial)
-    optimizer = Optimizer(parameters, config.train, parts.data.steps)
+    optimizer = Optimizer(parameters, config.train, parts.data.steps, parts.pages)
     if parts.validator is not None:
         if config.validation.metric not in parts.validator.names:
             raise UserError(
@@ -156,7 +158,7 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
 def _train(run: Run) -> TrainResult:
     try:
         receipts.check_before(run.config, run.parts)
-        if run.state.step == 0:
+        if run.state.step == 0 and run.state.start:
             _check_start(run)
         if not _all_steps(run):
             raise KeyboardInterrupt
@@ -172,6 +174,10 @@ def _write_failure(run: Run, error: BaseException) -> None:
     """The receipt of a run that did not end well; its adapter stays in the checkpoints alone."""
     status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     reason = str(error) or type(error).__name__
+    try:
+        run.folder.checkpoints.settle()
+    except (OSError, UserError) as second:
+        notice(f"warning: the last checkpoint is lost: {second}")
     steps = run.folder.checkpoints.steps()
     kept = run.folder.checkpoints.path(steps[-1]) if steps else None
     try:
@@ -185,7 +191,7 @@ def _write_failure(run: Run, error: BaseException) -> None:
 
 def _check_start(run: Run) -> None:
     """The fresh adapter changes nothing yet, and the loss is one a language model can have."""
-    base, adapted = run.parts.start["base"], run.parts.start["adapter"]
+    base, adapted = run.state.start["base"], run.state.start["adapter"]
     if not math.isfinite(base):
         raise RunFailed(
             f"the base model's loss on the first rows is {base}, before any training",
@@ -218,6 +224,8 @@ def _all_steps(run: Run) -> bool:
             new_best = _validate(run) if last or state.step % run.config.validation.every_steps == 0 else False
             if last or asked_to_stop or new_best or (every and state.step % every == 0):
                 _save(run)
+            if last or asked_to_stop:
+                _settle(run)
             if asked_to_stop and not last:
                 if run.ranks.first:
                     notice(f"stopped after step {state.step} of {run.total_steps}, saved; go on with --resume")
@@ -246,6 +254,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         norm = run.ranks.from_first(run.optimizer.grad_norm())
         if math.isfinite(norm):
             _note_touched(run)
+            _settle(run)
             rate = run.optimizer.step(k, norm)
         else:
             reason = f"non-finite gradient (norm {norm})"
@@ -288,11 +297,14 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
     lengths = [run.parts.data.tokens(row) for row in rows.rows]
     mine = [rows.rows[position] for position in share_rows(lengths, [1.0] * ranks.world)[ranks.rank]]
     loss_sum, aux, where = 0.0, 0.0, ""
+    start: dict[str, float] | None = {}
     try:
         if mine and label_tokens:
+            more: dict[str, Any] = {} if run.state.start or run.state.updates else {"beside_base": True}
             out = run.parts.engine.step(
-                run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef
+                run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
             )
+            start = out.start if more else {}
             loss_sum, aux = out.loss_sum, out.aux
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
@@ -308,6 +320,10 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
         failures = enumerate(ranks.gather(""))
         rank, text = next((rank, text) for rank, text in failures if text)
         raise RunFailed(f"rank {rank} failed in step {k + 1}: {text}")
+    if label_tokens and not (run.state.start or run.state.updates):
+        run.state.start = next((found for found in ranks.gather(start) if found), {})
+        if run.state.start:
+            _check_start(run)
     return total[0], total[1], [n > 0 for n in total[4:]], total[2] > 0, where
 
 
@@ -387,20 +403,28 @@ def _validate(run: Run) -> bool:
 
 def _save(run: Run) -> None:
     run.ranks.on_first(lambda: _save_here(run))
+    run.saving = True
+
+
+def _settle(run: Run) -> None:
+    """Wait for the save under way: adapter and optimizer are about to change, or the run is about to end."""
+    if run.saving:
+        run.saving = False
+        run.ranks.on_first(run.folder.checkpoints.settle)
 
 
 def _save_here(run: Run) -> None:
-    parameters = run.optimizer.parameters
-    broken = [name for name, p in parameters.items() if not bool(torch.isfinite(p.detach()).all())]
-    if broken:
-        raise RunFailed(f"{len(broken)} adapter tensors are not finite after step {run.state.step}: {_some(broken)}")
-    moments = run.optimizer.state_tensors()
+    step, parameters, moments = run.state.step, run.optimizer.parameters, run.optimizer.state_tensors()
     need_bytes = sum(t.numel() * t.element_size() for t in [*parameters.values(), *moments.values()])
     best = run.state.best.step if run.state.best else None
-    run.folder.checkpoints.save(
-        run.state.step, lambda folder: run.parts.adapter.save(folder), moments, run.state.to_json(), need_bytes
-    )
-    run.folder.checkpoints.prune(best)
+
+    def adapter(folder: Path) -> dict[str, str] | None:
+        broken = [name for name, p in parameters.items() if not is_finite(p)]
+        if broken:
+            raise RunFailed(f"{len(broken)} adapter tensors are not finite after step {step}: {_some(broken)}")
+        return run.parts.adapter.save(folder)
+
+    run.folder.checkpoints.save(step, adapter, moments, run.state.to_json(), need_bytes, best)
 
 
 def _finish(run: Run) -> None:
@@ -434,6 +458,9 @@ def _check_memory(run: Run) -> None:
     """The base in memory has the bytes it started with, on every rank."""
     changed = run.ranks.gather(run.parts.base.in_memory() != run.memory)
     if any(changed):
+        damaged = run.ranks.on_first(run.parts.base.verify)  # what was read from a changed file is changed too
+        if damaged:
+            raise RunFailed(f"{len(damaged)} frozen tensors changed on disk, e.g. {damaged[0]}", fix="quantize again")
         on_rank = f" of rank {changed.index(True)}" if run.ranks.world > 1 else ""
         raise RunFailed(
             f"the frozen base in memory{on_rank} changed during training",

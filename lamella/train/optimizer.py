@@ -7,11 +7,13 @@ and taken back as a flat dict of tensors, so that a resumed run goes on with the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from lamella.adapter.pages import Slot, StatePages
 from lamella.config import TrainConfig
 from lamella.errors import RunFailed, UserError
 
@@ -37,6 +39,8 @@ def learning_rate(config: TrainConfig, step_index: int, total_steps: int) -> flo
 class Optimizer:
     """AdamW (Loshchilov and Hutter, 2019; `torch.optim.AdamW`) over named fp32 parameters.
 
+    With `pages` the moments lie there too, and every pass goes layer by layer; the bits are the same.
+
     Attributes:
         last_step_index: index of the last step that updated the parameters here; None before the first.
 
@@ -45,7 +49,13 @@ class Optimizer:
         RunFailed: a parameter that is not fp32 (half-precision masters lose small updates).
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], config: TrainConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        config: TrainConfig,
+        total_steps: int,
+        pages: StatePages | None = None,
+    ) -> None:
         if not parameters:
             raise UserError("the adapter has no parameters: nothing would be trained", fix="check lora.targets")
         wrong = {name: p.dtype for name, p in parameters.items() if p.dtype != torch.float32}
@@ -58,10 +68,21 @@ class Optimizer:
         self.config = config
         self.total_steps = total_steps
         self.last_step_index: int | None = None
-        self.adamw = torch.optim.AdamW(
-            list(parameters.values()), lr=config.learning_rate, betas=config.betas, eps=config.eps,
-            weight_decay=config.weight_decay, fused=True,
-        )  # fmt: skip
+        self.pages = pages
+        self.groups = [list(parameters)] if pages is None else pages.groups()
+        self.parts = [
+            torch.optim.AdamW(
+                [parameters[name] for name in names], lr=config.learning_rate, betas=config.betas, eps=config.eps,
+                weight_decay=config.weight_decay, fused=True,
+            )
+            for names in self.groups
+        ]  # fmt: skip
+        self._part_of = {name: part for names, part in zip(self.groups, self.parts, strict=True) for name in names}
+
+    @property
+    def adamw(self) -> torch.optim.AdamW:
+        """One of the group's optimizers; their settings are equal."""
+        return self.parts[0]
 
     def zero_grad(self) -> None:
         """Forget gradients; a parameter that the next backward does not reach is left with None."""
@@ -70,52 +91,78 @@ class Optimizer:
 
     def grad_norm(self) -> float:
         """Global L2 norm of all gradients; a missing gradient counts as zero. Non-finite when any element is."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return float(get_total_norm(grads)) if grads else 0.0
+        if self.pages is None:
+            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+            return float(get_total_norm(grads)) if grads else 0.0
+        norms = [torch.linalg.vector_norm(p.grad) for _, p in self.parameters.items() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def step(self, step_index: int, grad_norm: float) -> float:
         """Clip by `grad_norm` (as `grad_norm()` gave it), update, return the learning rate used."""
-        if self.config.clip_norm > 0:
-            clip_grads_with_norm_(self.parameters.values(), self.config.clip_norm, torch.tensor(grad_norm))
         rate = learning_rate(self.config, step_index, self.total_steps)
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        self.adamw.step()
+        norm = torch.tensor(grad_norm)
+        for names, part in zip(self.groups, self.parts, strict=True):
+            if self.pages is not None:
+                self._place_moments(names)
+            if self.config.clip_norm > 0:
+                clip_grads_with_norm_([self.parameters[name] for name in names], self.config.clip_norm, norm)
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
         self.last_step_index = step_index
         return rate
+
+    def _place_moments(self, names: list[str]) -> None:
+        """Give parameters that are about to have their first update moments in the pages (zero there)."""
+        assert self.pages is not None
+        for name in names:
+            p = self.parameters[name]
+            if p.grad is not None and p not in self._part_of[name].state:
+                self._part_of[name].state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": self.pages.view(name, "exp_avg"),
+                    "exp_avg_sq": self.pages.view(name, "exp_avg_sq"),
+                }
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`<parameter>/<step|exp_avg|exp_avg_sq>` -> tensor; parameters never updated have no entry."""
         return {
-            f"{name}/{key}": self.adamw.state[p][key]
+            f"{name}/{key}": self._part_of[name].state[p][key]
             for name, p in self.parameters.items()
-            if p in self.adamw.state
+            if p in self._part_of[name].state
             for key in _STATE
         }
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave.
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave; asks for one parameter's tensors at a time.
 
         Raises:
             UserError: entries for other parameters, or of other shapes.
         """
-        self.adamw.state.clear()
-        left = dict(tensors)
+        for part in self.parts:
+            part.state.clear()
+        left = set(tensors)
         for name, p in self.parameters.items():
-            entries = {key: left.pop(f"{name}/{key}", None) for key in _STATE}
-            if all(value is None for value in entries.values()):
+            keys = {key: f"{name}/{key}" for key in _STATE}
+            if not left & set(keys.values()):
                 continue
             state: dict[str, Tensor] = {}
-            for key, value in entries.items():
+            for key, full in keys.items():
+                value = tensors[full] if full in left else None
+                left.discard(full)
                 shape = torch.Size(()) if key == "step" else p.shape
                 if value is None or value.shape != shape:
                     seen = "missing" if value is None else f"of shape {tuple(value.shape)}, not {tuple(shape)}"
                     raise UserError(f"optimizer state {name}/{key} is {seen}", fix="start afresh with --fresh")
+                if self.pages is not None and key != "step":
+                    slot: Slot = "exp_avg" if key == "exp_avg" else "exp_avg_sq"
+                    state[key] = self.pages.view(name, slot).copy_(value)
+                    continue
                 device = "cpu" if key == "step" and p.device.type == "cpu" else p.device
                 state[key] = value.to(device=device, dtype=torch.float32).clone()
-            self.adamw.state[p] = state
+            self._part_of[name].state[p] = state
         if left:
             raise UserError(
-                f"optimizer state for {len(left)} unknown tensors, e.g. {next(iter(left))}",
+                f"optimizer state for {len(left)} unknown tensors, e.g. {min(left)}",
                 fix="start afresh with --fresh",
             )

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lamella.adapter.pages import StatePages
 from lamella.models.layout import PackedBatch
 
 
 class StepOutput(Protocol):
     """`loss_sum`: cross-entropy summed over label tokens, not yet divided; `aux`: router balancing loss, unweighted;
-    `first_bad_layer()`: first layer whose output was not finite, or None."""
+    `start`: see `Parts.start`, when asked for; `first_bad_layer()`: first layer whose output was not finite, or None."""
 
     @property
     def loss_sum(self) -> float: ...
@@ -23,24 +24,28 @@ class StepOutput(Protocol):
     def aux(self) -> float: ...
     @property
     def label_tokens(self) -> int: ...
+    @property
+    def start(self) -> dict[str, float] | None: ...
     def first_bad_layer(self) -> int | None: ...
 
 
 class Engine(Protocol):
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float
-    ) -> StepOutput: ...
+        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float,
+        beside_base: bool = False,
+    ) -> StepOutput: ...  # fmt: skip
     def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
     def facts(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 class Adapter(Protocol):
-    """`save` and `load_state` keep every bit; `settings` tells targets, rank, alpha, ... by their names in the config
-    (`lora.rank`), from the pairs there are; `saved_settings` the same from saved files."""
+    """`save` and `load_state` keep every bit (`save` may tell its large files' xxh3_128 by name); `settings` tells
+    targets, rank, alpha, ... by their names in the config (`lora.rank`), from the pairs there are; `saved_settings` the
+    same from saved files."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]: ...
-    def save(self, folder: Path) -> Any: ...
+    def save(self, folder: Path) -> dict[str, str] | None: ...
     def load_state(self, folder: Path) -> None: ...
     def settings(self) -> dict[str, Any]: ...
     def saved_settings(self, folder: Path) -> dict[str, Any]: ...
@@ -103,11 +108,12 @@ class Parts:
     """Everything a run works with, opened from its config.
 
     Attributes:
-        start: loss per label token of the first micro-batch of step 0 without (`base`) and with the fresh adapter
-            (`adapter`); empty on a resumed run.
+        start: loss per label token of the first micro-batch without (`base`) and with the adapter (`adapter`) before
+            training; empty: the engine measures it in the first step, which brings the layers anyway.
         class_of: parameter name -> tensor class ("attention", "mlp", "experts", ...).
         fresh: adapter B is zero at the start (no `init_adapter`).
         aux_coef: weight of the router balancing loss.
+        pages: where the adapter's state is, if not in RAM.
     """
 
     engine: Engine
@@ -120,6 +126,7 @@ class Parts:
     start: dict[str, float] = field(default_factory=dict)
     fresh: bool = True
     aux_coef: float = 0.0
+    pages: StatePages | None = None
 
 
 @dataclass(frozen=True)

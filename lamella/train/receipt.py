@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
-from safetensors import safe_open
 
 from lamella import __version__
+from lamella.adapter.lora import is_finite, is_zero
+from lamella.adapter.tensors_file import TensorsFile
 from lamella.config import RunConfig
 from lamella.console import out
 from lamella.errors import RunFailed
@@ -223,7 +224,7 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     changed = [name for name in trained if trained[name] != read_back[name]]
     if changed:
         raise RunFailed(f"{len(changed)} adapter tensors differ when read back from {WEIGHTS}, e.g. {changed[0]}")
-    zero = [name for name in facts.zero_names if not bool(facts.parts.adapter.parameters()[name].detach().any())]
+    zero = [name for name in facts.zero_names if is_zero(facts.parts.adapter.parameters()[name])]
     if facts.zero_names and len(zero) == len(facts.zero_names):
         raise RunFailed("every B matrix is still zero: the adapter does nothing")
     dead = [name for row in moved_table(facts.parts, facts.initial, facts.state) for name in row["dead"]]
@@ -266,14 +267,12 @@ def _save_aside(facts: Facts, temp: Path) -> Path:
 
 def _check_file(path: Path) -> None:
     """Every floating tensor of the saved file is finite."""
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        if not names:
-            raise RunFailed("the saved adapter has no tensors", path=path)
-        for name in names:
-            tensor = file.get_tensor(name)
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise RunFailed(f"saved tensor {name} is not finite", path=path)
+    tensors = TensorsFile(path)
+    if not tensors:
+        raise RunFailed("the saved adapter has no tensors", path=path)
+    for name in tensors:
+        if not is_finite(tensors[name]):
+            raise RunFailed(f"saved tensor {name} is not finite", path=path)
 
 
 def write(path: Path, tree: dict[str, Any]) -> None:

@@ -109,6 +109,93 @@ def test_dtype_auto_is_bf16_only_where_it_is_native():
     assert resolve_dtype("fp32", torch.device("cpu")) == torch.float32
 
 
+def test_outer_tensors_are_looked_at_in_the_file_where_dtypes_agree(made, tmp_path):
+    for config in (dense_config(), dense_config(tie_word_embeddings=True)):
+        store, _ = made(config)  # fp32
+        mapped, converted = Engine.open(store, dtype="fp32"), Engine.open(store, dtype="bf16")
+        names = {r.name for r in store.records("outer")}
+        assert set(mapped.walk.weights._mapped) == names
+        assert converted.walk.weights._mapped == {}
+        group = store.load("outer")
+        for engine, dtype in ((mapped, torch.float32), (converted, torch.bfloat16)):
+            table = engine.skeleton.model.get_input_embeddings().weight
+            assert torch.equal(table, group.raw("model.embed_tokens.weight").to(dtype))
+            head = engine.skeleton.model.get_output_embeddings().weight
+            assert (head.data_ptr() == table.data_ptr()) == bool(config.tie_word_embeddings)
+        table = 4 * config.vocab_size * config.hidden_size
+        spared = 0 if config.tie_word_embeddings else table
+        fixed = [e.walk.weights.residency.fixed_bytes for e in (mapped, converted)]
+        rest = [e.walk.weights._buffer.nbytes for e in (mapped, converted)]
+        assert fixed[0] - rest[0] == 2 * (fixed[1] - rest[1]) - spared
+        before = store.load("outer").buffer.clone()
+        mapped.skeleton.model.get_input_embeddings().weight.data[3] += 1
+        assert torch.equal(store.load("outer").buffer, before)  # a private mapping
+
+
+def test_opening_reads_no_layer_and_the_first_pass_reads_each_once(made):
+    store, _ = made(moe_config(layers=4))
+    engine = Engine.open(store, dtype="fp32")
+    weights = engine.walk.weights
+    assert weights._packed == {}
+    loaded = []
+    load = store.load
+    weights.store = type("Counting", (), {"load": lambda _, i, into: loaded.append(i) or load(i, into),
+                                          "group_bytes": store.group_bytes, "records": store.records})()  # fmt: skip
+    before = weights.resident_checksum()
+    for _ in range(2):
+        engine.logits(pack_rows(ROWS))
+    assert loaded == [0, 1, 2, 3]
+    assert weights.resident_checksum() == before  # what was read is what the manifest says
+    for place in (
+        lambda: weights._packed[2].buffer,
+        lambda: weights._mapped["lm_head.weight"].view(torch.uint8).view(-1),
+    ):
+        place()[4096] ^= 1
+        assert weights.resident_checksum() != before
+        place()[4096] ^= 1
+    assert weights.resident_checksum() == before
+
+
+def test_leaves_live_as_long_as_their_layer_is_at_work(made):
+    store, _ = made(moe_config(layers=4))
+    engine = Engine.open(store, dtype="bf16", recompute="always")
+    trained_adapter(engine)
+    walk, seen = engine.walk, []
+    run = walk._run
+
+    def looked_at(item, layer, hidden):
+        seen.append({int(key.split(".")[2]) for key in walk.leaves})
+        return run(item, layer, hidden)
+
+    walk._run = looked_at
+    step_gradients(engine, [ROWS])
+    assert seen == [{0}, {1}, {2}, {3}, {3}, {2}, {1}, {0}]
+    assert walk.leaves == {}
+    assert all(m.lora is None for layer in engine.skeleton.layers for m in layer.modules() if hasattr(m, "lora"))
+
+
+def test_a_step_tells_the_start_beside_its_own_work(made):
+    store, _ = made(moe_config(layers=3))
+    engine = Engine.open(store, dtype="fp32", recompute="always")
+    trained_adapter(engine)
+    batches = [pack_rows(ROWS), pack_rows(ROWS[:2])]
+    labels = sum(b.score_tokens.numel() for b in batches)
+    plain = engine.step(batches, step_index=0, label_tokens=labels)
+    wanted = {n: p.grad.clone() for n, p in engine.adapter.parameters().items()}
+    for p in engine.adapter.parameters().values():
+        p.grad = None
+    told = engine.step(batches, step_index=0, label_tokens=labels, beside_base=True)
+    assert plain.start is None
+    assert told.loss_sum == plain.loss_sum
+    assert all(torch.equal(p.grad, wanted[n]) for n, p in engine.adapter.parameters().items())
+    adapter, first = engine.adapter, batches[0].score_tokens.numel()
+    assert told.start["adapter"] == pytest.approx(float(engine.loss_sums(batches[:1])[0].sum()) / first, rel=1e-5)
+    engine.attach(None)
+    assert told.start["base"] == pytest.approx(float(engine.loss_sums(batches[:1])[0].sum()) / first, rel=1e-5)
+    assert told.start["base"] != told.start["adapter"]
+    assert adapter is not None
+
+
 def test_unknown_device_is_a_user_error(made):
     store, _ = made(dense_config())
     with pytest.raises(UserError, match="is not a device"):

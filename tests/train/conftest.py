@@ -31,3 +31,10 @@ def real_config(stores, tmp_path):
         return build_run_config(tree)
 
     return make
+
+
+def start_losses(parts):
+    """What the first step measures of the base and of the adapter before training."""
+    batches = parts.data.pack(parts.data.rows_of(0).rows)
+    labels = sum(int(batch.score_tokens.numel()) for batch in batches)
+    return parts.engine.step(batches, step_index=0, label_tokens=labels, beside_base=True).start

@@ -116,15 +116,15 @@ def test_one_flipped_bit_of_the_base_in_memory_fails_the_run(where, real_config)
     def assemble(config, ranks, fresh):
         parts = assemble_parts(config, ranks, fresh)
         weights, step = parts.engine.walk.weights, parts.engine.step
-        target = {
-            "packed": lambda: weights._packed[3].buffer[5:6],
+        targets = {
+            "packed": lambda: weights._packed[3].buffer[2005:2006],
             "norm": lambda: weights.skeleton.layers[1].input_layernorm.weight.data.view(torch.uint8)[0:1],
             "embedding": lambda: weights.skeleton.model.get_input_embeddings().weight.data.view(torch.uint8)[9, 4:5],
-        }[where]()
+        }
 
         def spoil(*args, step_index, **kwargs):
-            if step_index == 2:
-                target.bitwise_xor_(1)
+            if step_index == 2:  # layers are in memory from the first pass on
+                targets[where]().bitwise_xor_(1)
             return step(*args, step_index=step_index, **kwargs)
 
         parts.engine.step = spoil

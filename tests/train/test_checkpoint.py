@@ -24,8 +24,12 @@ def adapter_writer(value: float, size: int = 10):
     return write
 
 
-def save(points: Checkpoints, step: int, size: int = 10):
-    return points.save(step, adapter_writer(step, size), {"a/exp_avg": torch.ones(size)}, {"step": step}, 8 * size)
+def save(points: Checkpoints, step: int, size: int = 10, best: int | None = None):
+    path = points.save(
+        step, adapter_writer(step, size), {"a/exp_avg": torch.ones(size)}, {"step": step}, 8 * size, best
+    )
+    points.settle()
+    return path
 
 
 @contextmanager
@@ -116,16 +120,16 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     def broken(folder):
         raise OSError(errno.EIO, "input/output error")
 
+    points.save(1, broken, {}, {}, 10)
     with pytest.raises(OSError, match="input/output"):
-        points.save(1, broken, {}, {}, 10)
+        points.settle()
     assert list(points.folder.iterdir()) == []
 
 
 def test_b37_prune_keeps_the_newest_and_the_best(tmp_path):
     points = Checkpoints(tmp_path / "checkpoints", keep=1)
     for step in (1, 2, 3, 4):
-        save(points, step)
-        points.prune(best=2 if step >= 2 else 1)
+        save(points, step, best=2 if step >= 2 else 1)
     assert points.steps() == [2, 4]
 
 
@@ -133,6 +137,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     points = Checkpoints(tmp_path / "checkpoints", keep=2)
     save(points, 5)
     points.save(5, adapter_writer(1), {"a/step": torch.tensor(2.0)}, {"step": 5, "again": True}, 100)
+    points.settle()
     assert load_state(points.path(5))["again"]
     assert points.steps() == [5]
     assert json.loads((points.path(5) / "complete.json").read_text())["step"] == 5

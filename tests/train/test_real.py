@@ -14,6 +14,7 @@ from lamella.store.reader import Store
 from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
 from lamella.train.ranks import Ranks
+from tests.train.conftest import start_losses
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -161,8 +162,9 @@ def test_b57_reloaded_adapter_gives_the_same_losses(real_config):
     losses = []
     for _ in range(2):
         parts = assemble_parts(config.model_copy(update={"init_adapter": run_dir}), Ranks(0, 1), True)
-        losses.append(parts.start["adapter"])
-        assert parts.start["adapter"] != parts.start["base"]
+        start = start_losses(parts)
+        losses.append(start["adapter"])
+        assert start["adapter"] != start["base"]
         parts.engine.close()
     assert losses[0] == losses[1]
 

@@ -22,6 +22,7 @@ from tests import fixtures
 from tests.conftest import random_rows
 from tests.oracle import load_reference, write_dequantised
 from tests.train import fake
+from tests.train.conftest import start_losses
 
 
 def lines(run_dir):
@@ -158,8 +159,9 @@ def nan_memory():
 @pytest.mark.parametrize("store", ["dense", "moe"])
 def test_b57_no_value_comes_from_fresh_memory(nan_memory, real_config, store):
     parts = assemble_parts(real_config(store), Ranks(0, 1), True)
-    assert parts.start["base"] == parts.start["adapter"]
-    assert math.isfinite(parts.start["base"])
+    start = start_losses(parts)
+    assert start["base"] == start["adapter"]
+    assert math.isfinite(start["base"])
     assert all(torch.isfinite(p).all() for p in parts.adapter.parameters().values())
     batch = pack_rows(random_rows([9, 30]), [0, 1])
     adapted = parts.engine.logits(batch)

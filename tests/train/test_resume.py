@@ -91,9 +91,9 @@ def test_b35_resumed_in_a_new_process(tmp_path, stop):
     config = {"train": {"epochs": 3}, "checkpoint": {"every_steps": stop}}
     code, err = start(tmp_path / "a", config, options={"dropout": 0.1}).finish()
     assert code == 0, err
-    code, err = start(tmp_path / "b", config, options={"dropout": 0.1, "stop_at": stop}).finish()
+    code, err = start(tmp_path / "b", config, options={"dropout": 0.1, "stop_at": stop + 1}).finish()
     assert code == -signal.SIGKILL, err
-    assert len(lines(tmp_path / "b" / "run")) == stop
+    assert len(lines(tmp_path / "b" / "run")) == stop + 1  # the checkpoint is complete when the step after it ends
     code, err = start(tmp_path / "b", config, "resume", options={"dropout": 0.1}).finish()
     assert code == 0, err
     assert f"after step {stop}" in err

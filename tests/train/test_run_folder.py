@@ -208,7 +208,14 @@ def test_a_store_that_vanishes_in_mid_run(real_config, stores, tmp_path):
 
     def assemble(*args):
         parts = assemble_parts(*args)
-        (tmp_path / "store").rename(tmp_path / "away")
+        step = parts.engine.step
+
+        def vanish(*args, step_index, **more):
+            if step_index == 1:  # layers are in memory since the first step
+                (tmp_path / "store").rename(tmp_path / "away")
+            return step(*args, step_index=step_index, **more)
+
+        parts.engine.step = vanish
         return parts
 
     with pytest.raises(UserError, match="the store cannot be read any more: No such file") as error:
