@@ -5,8 +5,8 @@ Knows nothing of Lamella. Reads a JSON job from stdin, prints one JSON line. Two
 - `make`: write a random bf16 checkpoint and, with PEFT, the initial adapter that both sides start from;
 - `train`: load it in 4-bit, run the given steps, report losses, tokens/s and memory.
 
-Its settings are the best we know of: bf16 compute, sdpa attention, grouped expert matmuls, no activation
-checkpointing, no gradient accumulation, as many threads as cores.
+The job's `attention`, `experts`, `checkpointing`, `autocast` and `compile` set how it runs; `bench.peer_settings` tries
+them one by one. Always: bf16 compute, fp32 adapter, no gradient accumulation, as many threads as cores.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def make(job: dict[str, Any]) -> dict[str, Any]:
                 scale = 0.02 if "embed" in name or "lm_head" in name else p.shape[-1] ** -0.5
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
     model.save_pretrained(folder / "checkpoint")
+    write_tokenizer(folder / "checkpoint", job["config"]["vocab_size"])
     parameters = sum(p.numel() for p in model.parameters())
     for case, experts in job["adapters"].items():
         model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
@@ -55,6 +56,18 @@ def make(job: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         get_peft_model(model, settings).save_pretrained(folder / "adapters" / case)
     return {"parameters": parameters}
+
+
+def write_tokenizer(checkpoint: Path, vocab_size: int) -> None:
+    """One word per id ("w17" is 17): some peers do not load a model without a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1", pad_token="w2")
+    fast.save_pretrained(checkpoint)
 
 
 def quantise_experts(model: Any) -> None:
@@ -120,11 +133,18 @@ def open_model(job: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )  # fmt: skip
-    options = {"experts_implementation": "grouped_mm"} if job["moe"] else {}
+    options = {"experts_implementation": job["experts"]} if job["moe"] else {}
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "checkpoint", quantization_config=four_bit, dtype=torch.bfloat16, attn_implementation="sdpa", **options
-    )
+        folder / "checkpoint", quantization_config=four_bit, dtype=torch.bfloat16,
+        attn_implementation=job["attention"], **options,
+    )  # fmt: skip
     model.config.use_cache = False
+    if job["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if job["compile"]:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
     if job["quantise_experts"]:
         quantise_experts(model)
     adapter = folder / "adapters" / job["adapter"]
@@ -140,11 +160,32 @@ def open_model(job: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
             parameter.data = parameter.data.float()
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert all(any(p is q for q in trainable) for p in extra)
-    kinds: dict[str, int] = {}
-    for _, p in model.named_parameters():
+    return model, trainable, model_facts(model)
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """Bytes by dtype of what is frozen, and number and dtypes of what is trained."""
+    frozen: dict[str, int] = {}
+    for p in model.parameters():
         if not p.requires_grad:
-            kinds[str(p.dtype)] = kinds.get(str(p.dtype), 0) + p.numel() * p.element_size()
-    return model, trainable, {"frozen_bytes": kinds, "trainable": sum(p.numel() for p in trainable)}
+            frozen[str(p.dtype)] = frozen.get(str(p.dtype), 0) + p.numel() * p.element_size()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    dtypes = sorted({str(p.dtype) for p in trained})
+    return {"frozen_bytes": frozen, "trainable": sum(p.numel() for p in trained), "trainable_dtypes": dtypes}
+
+
+def figures(job: dict[str, Any], tokens: int, times: list[float], imported: int) -> dict[str, Any]:
+    """Rate of the median timed step, and memory of this process."""
+    return {
+        "tokens_per_s": tokens / statistics.median(times[job["warmup"] :]),
+        "peak_rss_bytes": memory_bytes("VmHWM"),
+        "import_rss_bytes": imported,
+    }
+
+
+def dead_tensors(trainable: list[Any], optimizer: Any) -> int:
+    """How many trainable tensors never saw a gradient other than zero."""
+    return sum(1 for p in trainable if p not in optimizer.state or not optimizer.state[p]["exp_avg"].any())
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -165,24 +206,20 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     for step in range(job["steps"]):
         start_s = time.perf_counter()
         ids_BT, labels_BT = batches["input_ids"][step], batches["labels"][step]
-        loss = model(input_ids=ids_BT, labels=labels_BT).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=job["autocast"]):
+            loss = model(input_ids=ids_BT, labels=labels_BT).loss
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, 1.0)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         times.append(time.perf_counter() - start_s)
-    dead = sum(1 for p in trainable if p not in optimizer.state or not optimizer.state[p]["exp_avg"].any())
-    tokens = batches["input_ids"][0].numel()
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, peft)}
     return {
-        "tokens_per_s": tokens / statistics.median(times[job["warmup"] :]),
-        "peak_rss_bytes": memory_bytes("VmHWM"),
-        "import_rss_bytes": imported,
+        **figures(job, batches["input_ids"][0].numel(), times, imported),
         "losses": losses,
         "grad_norms": norms,
-        "dead_tensors": dead,
-        "versions": versions,
+        "dead_tensors": dead_tensors(trainable, optimizer),
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
         **facts,
     }
 

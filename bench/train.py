@@ -1,10 +1,12 @@
-"""Training beside transformers + PEFT + bitsandbytes on this CPU: `python -m bench.train`.
+"""Training beside its peers on this CPU: `python -m bench.train`.
 
-Both sides train the same random bf16 checkpoint, quantised to NF4 with double quantisation, on the same batches
-(2 sequences of 512 tokens), from the same starting adapter (LoRA r=16), with the same AdamW. Each run is a process of
-its own; runs alternate; figures are medians over runs of the median step. Memory is the peak resident set, and that
-beyond what the process held after its imports. One JSON line per case, peer setting and figure; `ratio` is how many
-times better we are. The peer lives in `.bench-venv`, made on first use.
+Peers: transformers + PEFT + bitsandbytes, Unsloth and ms-swift, each at its best settings (`bench.peer_settings` is how
+they were found). All sides train the same random bf16 checkpoint, quantised to NF4 with double quantisation, on the
+same batches (2 sequences of 512 tokens), from the same starting adapter (LoRA r=16), with the same AdamW. Each run is
+a process of its own; runs alternate; figures are medians over runs of the median step. Memory is the peak resident
+set, and that beyond what the process held after its imports. One JSON line per case, peer and figure; `ratio` is how
+many times better we are. Each case ends with the line `fastest_peer`: the ratios to the fastest of all peers, and
+whether the bars are met. The peers live in `.bench-venv*`, made on first use.
 """
 
 from __future__ import annotations
@@ -12,27 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import venv
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+from bench import peers  # first: it notes the environment before lamella changes it
 
-_ENVIRONMENT = dict(os.environ)  # before lamella sets how long threads spin: the peer runs as its users run it
+import torch  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 
-from lamella.config import TrainConfig  # noqa: E402
-from lamella.errors import UserError  # noqa: E402
-from lamella.store.quantize import QuantizeSettings, quantize_checkpoint  # noqa: E402
+from bench.report import Line, compare, fastest_peer
+from lamella.config import TrainConfig
+from lamella.errors import UserError
+from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 
-ROOT = Path(__file__).parent.parent
-PEER_VENV = ROOT / ".bench-venv"
-PINS = ("torch==2.13.0", "transformers==5.24.0", "peft==0.21.2", "bitsandbytes==0.50.2", "accelerate==1.15.0")
 SEQUENCES, TOKENS, PROMPT_TOKENS = 2, 512, 256
 RANK, ALPHA = 16, 32
 
@@ -47,61 +44,47 @@ MOE_115M: dict[str, Any] = {
     "moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
+MOE_1B: dict[str, Any] = {
+    **MOE_115M, "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_experts": 64,
+    "moe_intermediate_size": 512,
+}  # fmt: skip
+
+DENSE_PEERS = (
+    peers.transformers("4-bit config"),
+    peers.unsloth("4-bit load"),
+    peers.swift("bnb 4 bit"),
+)
+MOE_PEERS = (
+    peers.transformers("4-bit config (experts stay bf16)"),
+    peers.transformers("experts made 4-bit", quantise_experts=True),
+    peers.unsloth("4-bit load (experts stay bf16)"),
+    peers.swift("bnb 4 bit (experts stay bf16)"),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and set of adapters; `peers` maps a peer setting to whether its experts are made 4-bit."""
+    """One model and set of adapters; `bar` is how many times the fastest peer's tokens/s are asked for."""
 
     name: str
+    model: str
     config: dict[str, Any]
     adapter: str
-    peers: dict[str, bool] = field(default_factory=dict)
+    peers: tuple[peers.Peer, ...]
+    bar: float
 
 
 CASES = (
-    Case("dense-88M, LoRA on attention", DENSE_88M, "attention", {"4-bit config": False}),
-    Case(
-        "moe-115M, LoRA on attention", MOE_115M, "attention",
-        {"plain 4-bit config (experts stay bf16)": False, "experts made 4-bit": True},
-    ),
-    Case(
-        "moe-115M, LoRA on attention and experts", MOE_115M, "experts",
-        {"plain 4-bit config (experts stay bf16)": False, "experts made 4-bit, LoRA by parametrization": True},
-    ),
-)  # fmt: skip
-
-
-def peer_python() -> Path:
-    """The peer's interpreter; its environment is made, or brought to the pins, when needed."""
-    python = PEER_VENV / "bin" / "python"
-    stamp = PEER_VENV / ".pins"
-    wanted = "\n".join(PINS)
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        print(f"setting up the peer in {PEER_VENV.name}", file=sys.stderr)
-        venv.create(PEER_VENV, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PINS]
-        subprocess.run(pip, check=True)
-        stamp.write_text(wanted)
-    return python
-
-
-def ask(command: list[str], job: dict[str, Any]) -> dict[str, Any]:
-    """Run one side on a job and read the JSON line that it ends with."""
-    threads = str(job.get("threads", os.cpu_count()))
-    env = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, env=env, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def peer_command() -> list[str]:
-    # -P: the bench folder must not shadow packages of the peer (there is a `kernels`).
-    return [str(peer_python()), "-P", str(ROOT / "bench" / "peer_train.py")]
+    Case("dense-88M, LoRA on attention", "dense", DENSE_88M, "attention", DENSE_PEERS, 1.7),
+    Case("moe-115M, LoRA on attention", "moe", MOE_115M, "attention", MOE_PEERS, 2.5),
+    Case("moe-115M, LoRA on attention and experts", "moe", MOE_115M, "experts", MOE_PEERS, 3.0),
+    Case("moe-1.2B, LoRA on attention", "moe-1B", MOE_1B, "attention", MOE_PEERS, 3.0),
+    Case("moe-1.2B, LoRA on attention and experts", "moe-1B", MOE_1B, "experts", MOE_PEERS, 3.0),
+)
+PEER_DEFAULTS: dict[str, Any] = {
+    "attention": "sdpa", "experts": "grouped_mm", "checkpointing": False, "autocast": False, "compile": False,
+    "quantise_experts": False,
+}  # fmt: skip
 
 
 def make_inputs(folder: Path, config: dict[str, Any], steps: int) -> int:
@@ -109,7 +92,7 @@ def make_inputs(folder: Path, config: dict[str, Any], steps: int) -> int:
     adapters = {"attention": False, **({"experts": True} if "num_experts" in config else {})}
     job = {"verb": "make", "folder": str(folder), "config": config, "seed": 0, "rank": RANK, "alpha": ALPHA,
            "adapters": adapters}  # fmt: skip
-    parameters = int(ask(peer_command(), job)["parameters"])
+    parameters = int(peers.ask(peers.transformers("").command(), job)["parameters"])
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, config["vocab_size"], (steps, SEQUENCES, TOKENS), generator=generator)
     labels = ids.clone()
@@ -119,57 +102,47 @@ def make_inputs(folder: Path, config: dict[str, Any], steps: int) -> int:
     return parameters
 
 
-def run_case(case: Case, folder: Path, parameters: int, args: argparse.Namespace) -> None:
-    """Alternate the sides, then print what they gave."""
-    job = {
+def make_job(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What every side is given."""
+    return {
         "verb": "train", "folder": str(folder), "adapter": case.adapter, "rank": RANK, "alpha": ALPHA,
         "moe": "num_experts" in case.config, "train_experts": case.adapter == "experts", "threads": args.threads,
         "steps": args.steps, "warmup": 2, "learning_rate": TrainConfig().learning_rate, "recompute": args.recompute,
+        **PEER_DEFAULTS,
     }  # fmt: skip
-    own = [sys.executable, "-m", "bench.own_train"]
+
+
+def run_case(case: Case, folder: Path, parameters: int, args: argparse.Namespace) -> None:
+    """Alternate the sides, then print what they gave. A peer that fails is named with its error, and left out."""
+    job = make_job(case, folder, args)
+    chosen = [peer for peer in case.peers if args.peer in ("all", peer.group)]
     ours: list[dict[str, Any]] = []
-    theirs: dict[str, list[dict[str, Any]]] = {name: [] for name in case.peers}
+    theirs: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in chosen}
+    failed: dict[str, str] = {}
     for run in range(args.runs):
         print(f"{case.name}: run {run + 1} of {args.runs}", file=sys.stderr)
-        ours.append(ask(own, job))
-        for name, quantise in case.peers.items():
-            theirs[name].append(ask(peer_command(), {**job, "quantise_experts": quantise}))
-    for name, answers in theirs.items():
-        report(case, name, parameters, ours, answers)
+        ours.append(peers.ask([sys.executable, "-m", "bench.own_train"], job))
+        for peer in chosen:
+            if peer.name in failed:
+                continue
+            try:
+                theirs[peer.name].append(peers.ask(peer.command(), {**job, **peer.options}, peer.variables))
+            except peers.SideFailed as error:
+                failed[peer.name] = error.reason
+    common = {"case": case.name, "parameters": parameters, "runs": args.runs}
+    for peer in chosen:
+        if peer.name in failed:
+            emit({**common, "peer": peer.name, "error": failed[peer.name], "pins": list(peer.environment.pins)})
+        else:
+            for line in compare(ours, theirs[peer.name]):
+                emit({**common, "peer": peer.name, **line})
+    measured = {name: answers for name, answers in theirs.items() if name not in failed}
+    if measured:
+        emit({**common, **fastest_peer(ours, measured, case.bar)})
 
 
-def report(case: Case, setting: str, parameters: int, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """One line for speed, two for memory, one for the losses."""
-
-    def middle(answers: list[dict[str, Any]], name: str) -> float:
-        if name == "beyond":
-            return statistics.median(a["peak_rss_bytes"] - a["import_rss_bytes"] for a in answers)
-        return statistics.median(a[name] for a in answers)
-
-    def spread(answers: list[dict[str, Any]]) -> list[float]:
-        rates = [a["tokens_per_s"] for a in answers]
-        return [round(min(rates), 1), round(max(rates), 1)]
-
-    common = {"case": case.name, "peer_setting": setting, "parameters": parameters, "runs": len(ours)}
-    if ours[0]["trainable"] != theirs[0]["trainable"]:
-        raise RuntimeError(f"{case.name}: {ours[0]['trainable']} and {theirs[0]['trainable']} trainable parameters")
-    a, b = middle(ours, "tokens_per_s"), middle(theirs, "tokens_per_s")
-    print_line(common, "tokens_per_s", round(a, 1), round(b, 1), a / b,
-               ours_range=spread(ours), peer_range=spread(theirs))  # fmt: skip
-    for figure, name in (("peak_rss_bytes", "peak_rss_bytes"), ("peak_rss_beyond_imports_bytes", "beyond")):
-        a, b = middle(ours, name), middle(theirs, name)
-        print_line(common, figure, int(a), int(b), b / a)
-    a, b = ours[0]["losses"][-1], theirs[0]["losses"][-1]
-    print_line(
-        common, "loss_after_steps", round(a, 5), round(b, 5), a / b, steps=len(ours[0]["losses"]),
-        ours_first=round(ours[0]["losses"][0], 5), peer_first=round(theirs[0]["losses"][0], 5),
-        ours_dead_tensors=ours[0]["dead_tensors"], peer_dead_tensors=theirs[0]["dead_tensors"],
-        peer_frozen_bytes=theirs[0]["frozen_bytes"],
-    )  # fmt: skip
-
-
-def print_line(common: dict[str, Any], figure: str, ours: float, peer: float, ratio: float, **more: Any) -> None:
-    print(json.dumps({**common, "figure": figure, "ours": ours, "peer": peer, "ratio": round(ratio, 3), **more}))
+def emit(line: Line) -> None:
+    print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -179,19 +152,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--recompute", choices=("auto", "always", "never"), default="auto", help="our activations")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--peer", choices=("all", "transformers", "unsloth", "ms-swift"), default="all")
     args = parser.parse_args()
     if args.steps < 3:
         raise UserError(f"--steps is {args.steps}", fix="take 3 or more: two are not timed")
+    if args.runs < 1:
+        raise UserError(f"--runs is {args.runs}", fix="take 1 or more")
     wanted = [case for case in CASES if args.case in case.name]
+    if not wanted:
+        names = "; ".join(case.name for case in CASES)
+        raise UserError(f"--case {args.case!r} names no case", fix=f"use a part of one of: {names}")
     with tempfile.TemporaryDirectory() as scratch:
         made: dict[str, tuple[Path, int]] = {}
         for case in wanted:
-            model = case.config["model_type"]
-            if model not in made:
-                folder = Path(scratch) / model
+            if case.model not in made:
+                folder = Path(scratch) / case.model
                 folder.mkdir()
-                made[model] = folder, make_inputs(folder, case.config, args.steps)
-            run_case(case, *made[model], args)
+                made[case.model] = folder, make_inputs(folder, case.config, args.steps)
+            run_case(case, *made[case.model], args)
 
 
 if __name__ == "__main__":
