@@ -6,59 +6,70 @@ Reads a JSON job from stdin, prints one JSON line.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.peer_train import memory_bytes
+from bench.peer_train import figures, memory_bytes
+
+
+class Side:
+    """Engine, adapter, optimizer and batches of a job; imports come with it."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        from lamella.adapter import Adapter
+        from lamella.config import TrainConfig
+        from lamella.engine import Engine
+        from lamella.models.layout import pack_rows
+        from lamella.store.reader import Store
+        from lamella.train.optimizer import Optimizer
+
+        torch.set_num_threads(job["threads"])
+        self.imported_bytes = memory_bytes("VmRSS")
+        folder = Path(job["folder"])
+        self.engine = Engine.open(Store.open(folder / "store"), threads=job["threads"], recompute=job["recompute"])
+        self.adapter = Adapter.load(folder / "adapters" / job["adapter"], self.engine.skeleton)
+        self.engine.attach(self.adapter)
+        settings = TrainConfig(learning_rate=job["learning_rate"], schedule="constant", warmup_steps=0, clip_norm=1.0)
+        self.optimizer = Optimizer(self.adapter.parameters(), settings, job["steps"])
+        self.batches = load_file(folder / "batches.safetensors")
+        self.tokens = self.batches["input_ids"][0].numel()
+        self._pack = pack_rows
+
+    def step(self, k: int) -> tuple[float, float]:
+        """One optimizer step on batch k: (loss, gradient norm)."""
+        ids_BT, labels_BT = self.batches["input_ids"][k], self.batches["labels"][k]
+        batch = self._pack(list(zip(ids_BT.tolist(), (labels_BT != -100).tolist(), strict=True)))
+        label_tokens = batch.score_tokens.numel()
+        output = self.engine.step([batch], step_index=k, label_tokens=label_tokens)
+        norm = self.optimizer.grad_norm()
+        self.optimizer.step(k, norm)
+        self.optimizer.zero_grad()
+        return output.loss_sum / label_tokens, norm
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Run the steps; the first `warmup` of them are not timed."""
-    import torch
-    from safetensors.torch import load_file
-
-    from lamella.adapter import Adapter
-    from lamella.config import TrainConfig
-    from lamella.engine import Engine
-    from lamella.models.layout import pack_rows
-    from lamella.store.reader import Store
-    from lamella.train.optimizer import Optimizer
-
-    torch.set_num_threads(job["threads"])
-    imported = memory_bytes("VmRSS")
-    folder = Path(job["folder"])
-    engine = Engine.open(Store.open(folder / "store"), threads=job["threads"], recompute=job["recompute"])
-    adapter = Adapter.load(folder / "adapters" / job["adapter"], engine.skeleton)
-    engine.attach(adapter)
-    parameters = adapter.parameters()
-    settings = TrainConfig(learning_rate=job["learning_rate"], schedule="constant", warmup_steps=0, clip_norm=1.0)
-    optimizer = Optimizer(parameters, settings, job["steps"])
-    batches = load_file(folder / "batches.safetensors")
+    side = Side(job)
     losses, norms, times = [], [], []
-    for step in range(job["steps"]):
+    for k in range(job["steps"]):
         start_s = time.perf_counter()
-        ids_BT, labels_BT = batches["input_ids"][step], batches["labels"][step]
-        batch = pack_rows(list(zip(ids_BT.tolist(), (labels_BT != -100).tolist(), strict=True)))
-        label_tokens = batch.score_tokens.numel()
-        output = engine.step([batch], step_index=step, label_tokens=label_tokens)
-        norms.append(optimizer.grad_norm())
-        optimizer.step(step, norms[-1])
-        optimizer.zero_grad()
-        losses.append(output.loss_sum / label_tokens)
+        loss, norm = side.step(k)
         times.append(time.perf_counter() - start_s)
-    moments = optimizer.state_tensors()
+        losses.append(loss)
+        norms.append(norm)
+    moments = side.optimizer.state_tensors()
     return {
-        "tokens_per_s": batches["input_ids"][0].numel() / statistics.median(times[job["warmup"] :]),
-        "peak_rss_bytes": memory_bytes("VmHWM"),
-        "import_rss_bytes": imported,
+        **figures(job, side.tokens, times, side.imported_bytes),
         "losses": losses,
         "grad_norms": norms,
-        "dead_tensors": sum(1 for name in parameters if not moments[f"{name}/exp_avg"].any()),
-        "trainable": adapter.num_parameters(),
-        "engine": engine.facts(),
+        "dead_tensors": sum(1 for name in side.adapter.parameters() if not moments[f"{name}/exp_avg"].any()),
+        "trainable": side.adapter.num_parameters(),
+        "engine": side.engine.facts(),
     }
 
 

@@ -30,7 +30,7 @@ def settings(moe: bool) -> dict[str, peers.Peer]:
         "transformers: eager attention": peers.transformers("", attention="eager"),
         "transformers: checkpointing": peers.transformers("", checkpointing=True),
         "transformers: compiled layers": peers.transformers("", compile=True),
-        "Unsloth": peers.unsloth("", compiled=False),
+        "Unsloth": peers.unsloth(""),
         "Unsloth: compiled layers": peers.unsloth("", compiled=True),
         "ms-swift": peers.swift(""),
     }

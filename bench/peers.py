@@ -92,7 +92,7 @@ def transformers(name: str, **options: Any) -> Peer:
     return Peer(f"transformers + PEFT, {name}", "transformers", TRANSFORMERS, "peer_train.py", options)
 
 
-def unsloth(name: str, compiled: bool) -> Peer:
+def unsloth(name: str, compiled: bool = False) -> Peer:
     variables = {"UNSLOTH_CPU_COMPILE": "1"} if compiled else {}
     return Peer(f"Unsloth, {name}", "unsloth", UNSLOTH, "peer_unsloth.py", {}, variables)
 
