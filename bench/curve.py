@@ -5,13 +5,14 @@ Trains the demo's model (SmolLM2-135M) on the demo's rows three times from the s
 process of its own. fp32 is the reference; how far plain bf16 lies from it is what bf16 rounding itself costs, and the
 change of the loss from one batch to the next is what a user sees as noise.
 
-Each side is a run under `--dir` and goes on from its last checkpoint (every 10 steps) when started again. Writes
+Each side is a run under `--dir` and goes on from its last checkpoint (every 5 steps) when started again. Writes
 `<out>.jsonl` (one line a step) and `<out>.svg`; the last line printed is the statistics.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,11 @@ from lamella.files import write_text
 
 ROOT = Path(__file__).parent.parent
 PLAIN = {"LAMELLA_KERNELS": "torch", "LAMELLA_ATTENTION": "torch"}
-SIDES: dict[str, tuple[str, dict[str, str]]] = {"bf16": ("bf16", {}), "bf16-plain": ("bf16", PLAIN), "fp32": ("fp32", PLAIN)}
+SIDES: dict[str, tuple[str, dict[str, str]]] = {
+    "bf16": ("bf16", {}),
+    "bf16-plain": ("bf16", PLAIN),
+    "fp32": ("fp32", PLAIN),
+}
 """Name -> (compute.dtype, environment)."""
 REFERENCE = "fp32"
 
@@ -48,7 +53,7 @@ def train_side(side: str, steps: int, runs: Path, cache: Path) -> None:
     changed = {
         "name": run_name(side, steps),
         "compute": ComputeConfig(dtype=SIDES[side][0]),  # type: ignore[arg-type]
-        "checkpoint": CheckpointConfig(every_steps=10, keep=1),
+        "checkpoint": CheckpointConfig(every_steps=5, keep=1),
     }
     train_run(config.model_copy(update=changed), mode="auto")
 
@@ -82,7 +87,7 @@ def compare(losses: dict[str, Sequence[float]]) -> dict[str, Any]:
     standard errors of zero or below a tenth of that scatter.
     """
     reference = losses[REFERENCE]
-    changes = [b - a for a, b in zip(reference, reference[1:], strict=False)]
+    changes = [b - a for a, b in itertools.pairwise(reference)]
     batch_sd = math.sqrt(statistics.fmean(c * c for c in changes) / 2)
     found: dict[str, Any] = {"steps": len(reference), "batch_sd": batch_sd}
     for side in losses:
@@ -157,7 +162,9 @@ def main() -> None:
     losses = {side: [line["loss"] for line in lines] for side, lines in metrics.items()}
     found = compare(losses)
     write(args.out, losses, found)
-    rates = {side: round(statistics.median(line["tokens_per_s"] for line in lines), 1) for side, lines in metrics.items()}
+    rates = {
+        side: round(statistics.median(line["tokens_per_s"] for line in lines), 1) for side, lines in metrics.items()
+    }
     print(json.dumps({"case": "SmolLM2-135M, demo rows", **found, "tokens_per_s": rates}))
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from bench.peer_train import figures, memory_bytes
+from bench.peer_train import Clock, figures, memory_bytes
 
 
 class Side:
@@ -55,16 +54,16 @@ class Side:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Run the steps; the first `warmup` of them are not timed."""
     side = Side(job)
-    losses, norms, times = [], [], []
+    losses, norms = [], []
+    clock = Clock()
     for k in range(job["steps"]):
-        start_s = time.perf_counter()
         loss, norm = side.step(k)
-        times.append(time.perf_counter() - start_s)
+        clock.tick()
         losses.append(loss)
         norms.append(norm)
     moments = side.optimizer.state_tensors()
     return {
-        **figures(job, side.tokens, times, side.imported_bytes),
+        **figures(job, side.tokens, clock, side.imported_bytes),
         "losses": losses,
         "grad_norms": norms,
         "dead_tensors": sum(1 for name in side.adapter.parameters() if not moments[f"{name}/exp_avg"].any()),

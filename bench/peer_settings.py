@@ -1,7 +1,8 @@
 """Which settings are a peer's best: `python -m bench.peer_settings --model moe`.
 
 Each setting differs from the first in one thing; runs alternate with the first one's, since only ratios taken side by
-side mean anything. One JSON line a setting: tokens/s and peak memory beyond imports over the first setting's.
+side mean anything. One JSON line a setting: tokens/s and peak memory beyond imports over the first setting's; `cpu_ratio` is
+that of CPU time a step, which on one thread (`--threads 1`) hardly feels other processes.
 `bench.train` uses the best of these.
 """
 
@@ -80,12 +81,16 @@ def against(base: peers.Peer, peer: peers.Peer, job: dict[str, Any], runs: int) 
             except peers.SideFailed as error:
                 return {"error": error.reason, "side": key}
     speeds = {key: middle(found, "tokens_per_s") for key, found in answers.items()}
+    cpu = {key: middle(found, "cpu_s_per_step") for key, found in answers.items()}
     memory = {key: middle(found, "beyond") for key, found in answers.items()}
     return {
-        "tokens_per_s": round(speeds["tried"], 1), "base_tokens_per_s": round(speeds["base"], 1),
-        "ratio": round(speeds["tried"] / speeds["base"], 3), "memory_ratio": round(memory["tried"] / memory["base"], 3),
+        "tokens_per_s": round(speeds["tried"], 1),
+        "base_tokens_per_s": round(speeds["base"], 1),
+        "ratio": round(speeds["tried"] / speeds["base"], 3),
+        "cpu_ratio": round(cpu["base"] / cpu["tried"], 3),
+        "memory_ratio": round(memory["tried"] / memory["base"], 3),
         "threads": job["threads"],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

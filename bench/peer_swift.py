@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import itertools
 
-from bench.peer_train import dead_tensors, figures, memory_bytes, model_facts
+from bench.peer_train import Clock, dead_tensors, figures, memory_bytes, model_facts
 
 
 def arguments(job: dict[str, Any], rows: int, steps: int, length: int, scratch: str) -> list[str]:
@@ -58,12 +56,16 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
         {"input_ids": i, "labels": wanted, "length": length, "lengths": [length]}
         for i, wanted in zip(ids, labels, strict=True)
     ]
-    ends: list[float] = []
+    clock = Clock()
     losses: list[float] = []
 
-    class Clock(transformers.TrainerCallback):
+    class Timed(transformers.TrainerCallback):
+        def on_train_begin(self, *_args: Any, **_more: Any) -> None:
+            clock.ticks.clear()
+            clock.tick()
+
         def on_step_end(self, *_args: Any, **_more: Any) -> None:
-            ends.append(time.perf_counter())
+            clock.tick()
 
     class Sft(SwiftSft):  # type: ignore[misc]
         """The given rows instead of a data set of texts; the rest is its own."""
@@ -80,9 +82,8 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
                 return loss
 
             trainer.training_step = training_step
-            trainer.add_callback(Clock())
+            trainer.add_callback(Timed())
             self.trainer = trainer
-            ends.append(time.perf_counter())
             return super().train(trainer)
 
     Path(scratch, "rows.jsonl").write_text("")
@@ -91,7 +92,7 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)
     return {
-        **figures(job, rows * length, [b - a for a, b in itertools.pairwise(ends)], imported),
+        **figures(job, rows * length, clock, imported),
         "losses": losses,
         "dead_tensors": dead_tensors(trainable, optimizer),
         "versions": {m.__name__: m.__version__ for m in (torch, swift, transformers, peft)},

@@ -11,6 +11,7 @@ them one by one. Always: bf16 compute, fp32 adapter, no gradient accumulation, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -174,10 +175,27 @@ def model_facts(model: Any) -> dict[str, Any]:
     return {"frozen_bytes": frozen, "trainable": sum(p.numel() for p in trained), "trainable_dtypes": dtypes}
 
 
-def figures(job: dict[str, Any], tokens: int, times: list[float], imported: int) -> dict[str, Any]:
-    """Rate of the median timed step, and memory of this process."""
+class Clock:
+    """Wall and CPU seconds of each step; `tick` ends one."""
+
+    def __init__(self) -> None:
+        self.ticks: list[tuple[float, float]] = []
+        self.tick()
+
+    def tick(self) -> None:
+        self.ticks.append((time.perf_counter(), time.process_time()))
+
+    def step_s(self, which: int, warmup: int) -> float:
+        """Median over the steps after the first `warmup`; 0 for wall, 1 for CPU."""
+        spent = [b[which] - a[which] for a, b in itertools.pairwise(self.ticks)]
+        return statistics.median(spent[warmup:])
+
+
+def figures(job: dict[str, Any], tokens: int, clock: Clock, imported: int) -> dict[str, Any]:
+    """Rate and CPU time of the median timed step, and memory of this process."""
     return {
-        "tokens_per_s": tokens / statistics.median(times[job["warmup"] :]),
+        "tokens_per_s": tokens / clock.step_s(0, job["warmup"]),
+        "cpu_s_per_step": clock.step_s(1, job["warmup"]),
         "peak_rss_bytes": memory_bytes("VmHWM"),
         "import_rss_bytes": imported,
     }
@@ -202,9 +220,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     model.train()
     optimizer = torch.optim.AdamW(trainable, lr=job["learning_rate"], weight_decay=0.0)
     batches = load_file(Path(job["folder"]) / "batches.safetensors")
-    losses, norms, times = [], [], []
+    losses, norms = [], []
+    clock = Clock()
     for step in range(job["steps"]):
-        start_s = time.perf_counter()
         ids_BT, labels_BT = batches["input_ids"][step], batches["labels"][step]
         with torch.autocast("cpu", torch.bfloat16, enabled=job["autocast"]):
             loss = model(input_ids=ids_BT, labels=labels_BT).loss
@@ -213,9 +231,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        times.append(time.perf_counter() - start_s)
+        clock.tick()
     return {
-        **figures(job, batches["input_ids"][0].numel(), times, imported),
+        **figures(job, batches["input_ids"][0].numel(), clock, imported),
         "losses": losses,
         "grad_norms": norms,
         "dead_tensors": dead_tensors(trainable, optimizer),

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import itertools
 
-from bench.peer_train import ATTENTION, EXPERTS, dead_tensors, figures, memory_bytes, model_facts
+from bench.peer_train import ATTENTION, EXPERTS, Clock, dead_tensors, figures, memory_bytes, model_facts
 
 
 def open_model(job: dict[str, Any]) -> tuple[Any, Any]:
@@ -68,7 +66,6 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
 
     class Trainer(trl.SFTTrainer):
         losses: list[float] = []  # noqa: RUF012
-        ends: list[float] = []  # noqa: RUF012
 
         def _get_train_sampler(self, *_args: Any, **_more: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -78,9 +75,14 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
             self.losses.append(float(loss))
             return loss
 
-    class Clock(transformers.TrainerCallback):
+    class Timed(transformers.TrainerCallback):
+        def on_train_begin(self, *_args: Any, **_more: Any) -> None:
+            self.clock = Clock()
+
         def on_step_end(self, *_args: Any, **_more: Any) -> None:
-            Trainer.ends.append(time.perf_counter())
+            self.clock.tick()
+
+    timed = Timed()
 
     settings = trl.SFTConfig(
         output_dir=scratch, per_device_train_batch_size=rows, max_steps=steps, learning_rate=job["learning_rate"],
@@ -89,14 +91,12 @@ def train(job: dict[str, Any], scratch: str) -> dict[str, Any]:
         gradient_checkpointing=job.get("checkpointing", False), max_length=length, packing=False, seed=0,
         dataset_kwargs={"skip_prepare_dataset": True}, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
-    start_s = time.perf_counter()
+    trainer = Trainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[timed])
     trainer.train()
-    ends = [start_s, *Trainer.ends]
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {
-        **figures(job, rows * length, [b - a for a, b in itertools.pairwise(ends)], imported),
+        **figures(job, rows * length, timed.clock, imported),
         "losses": Trainer.losses,
         "dead_tensors": dead_tensors(trainable, optimizer),
         "versions": {m.__name__: m.__version__ for m in (torch, unsloth, transformers, trl, peft)},

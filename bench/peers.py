@@ -20,6 +20,15 @@ _ENVIRONMENT = dict(os.environ)  # taken before lamella sets how long threads sp
 ROOT = Path(__file__).parent.parent
 
 
+class SideFailed(RuntimeError):
+    """A side ended with an error; `reason` is its last line."""
+
+    def __init__(self, command: list[str], code: int, stderr: str) -> None:
+        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+        self.reason = lines[-1] if lines else f"ended with code {code} and said nothing"
+        super().__init__(f"{' '.join(command)} ended with {code}:\n{stderr[-4000:]}")
+
+
 @dataclass(frozen=True)
 class Environment:
     """A virtual environment: its folder in the checkout, what pip installs, and what it must not keep.
@@ -32,7 +41,11 @@ class Environment:
     unwanted: tuple[str, ...] = ()
 
     def python(self) -> Path:
-        """Its interpreter; the environment is made, or brought to the pins, when needed."""
+        """Its interpreter; the environment is made, or brought to the pins, when needed.
+
+        Raises:
+            SideFailed: pip cannot install the pins.
+        """
         folder = ROOT / self.folder
         python, stamp = folder / "bin" / "python", folder / ".pins"
         wanted = "\n".join((*self.pins, *(f"not {name}" for name in self.unwanted)))
@@ -40,11 +53,23 @@ class Environment:
             print(f"setting up {self.folder}", file=sys.stderr)
             venv.create(folder, with_pip=True)
             pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, "install", *self.pins], check=True)
+            _run([*pip, "install", *self.pins])
             if self.unwanted:
-                subprocess.run([*pip, "uninstall", "--yes", *self.unwanted], check=True)
+                _run([*pip, "uninstall", "--yes", *self.unwanted])
             stamp.write_text(wanted)
         return python
+
+
+def _run(command: list[str], **more: Any) -> str:
+    """What the command prints.
+
+    Raises:
+        SideFailed: it ended with an error.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+    if done.returncode:
+        raise SideFailed(command, done.returncode, done.stderr)
+    return done.stdout
 
 
 TRANSFORMERS = Environment(
@@ -101,15 +126,6 @@ def swift(name: str) -> Peer:
     return Peer(f"ms-swift, {name}", "ms-swift", SWIFT, "peer_swift.py")
 
 
-class SideFailed(RuntimeError):
-    """A side ended with an error; `reason` is its last line."""
-
-    def __init__(self, command: list[str], code: int, stderr: str) -> None:
-        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-        self.reason = lines[-1] if lines else f"ended with code {code} and said nothing"
-        super().__init__(f"{' '.join(command)} ended with {code}:\n{stderr[-4000:]}")
-
-
 def ask(command: list[str], job: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
     """Run one side on a job and read the JSON line that it ends with.
 
@@ -118,10 +134,5 @@ def ask(command: list[str], job: dict[str, Any], variables: dict[str, str] | Non
     """
     threads = str(job.get("threads", os.cpu_count()))
     env = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
-    done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, env=env, check=False
-    )
-    if done.returncode:
-        raise SideFailed(command, done.returncode, done.stderr)
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(_run(command, input=json.dumps(job), cwd=ROOT, env=env).splitlines()[-1])
     return answer

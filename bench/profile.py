@@ -103,9 +103,9 @@ def show_c_functions() -> int:
         return call
 
     count = 0
-    for library in [o for o in gc.get_objects() if isinstance(o, ctypes.CDLL)]:
+    for library in [o for o in gc.get_objects() if issubclass(type(o), ctypes.CDLL)]:
         for name, function in list(vars(library).items()):
-            if name.startswith(PREFIX) and isinstance(function, ctypes._CFuncPtr):
+            if name.startswith(PREFIX):
                 setattr(library, name, shown(name, function))
                 count += 1
     return count

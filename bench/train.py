@@ -145,7 +145,12 @@ def emit(line: Line) -> None:
     print(json.dumps(line), flush=True)
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; `cases` holds those chosen.
+
+    Raises:
+        UserError: too few steps or runs, or no such case.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=3, help="runs of each side, alternating")
     parser.add_argument("--steps", type=int, default=8, help="steps a run, of which the first two are not timed")
@@ -153,18 +158,23 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("auto", "always", "never"), default="auto", help="our activations")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peer", choices=("all", "transformers", "unsloth", "ms-swift"), default="all")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.steps < 3:
         raise UserError(f"--steps is {args.steps}", fix="take 3 or more: two are not timed")
     if args.runs < 1:
         raise UserError(f"--runs is {args.runs}", fix="take 1 or more")
-    wanted = [case for case in CASES if args.case in case.name]
-    if not wanted:
+    args.cases = [case for case in CASES if args.case in case.name]
+    if not args.cases:
         names = "; ".join(case.name for case in CASES)
         raise UserError(f"--case {args.case!r} names no case", fix=f"use a part of one of: {names}")
+    return args
+
+
+def main() -> None:
+    args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         made: dict[str, tuple[Path, int]] = {}
-        for case in wanted:
+        for case in args.cases:
             if case.model not in made:
                 folder = Path(scratch) / case.model
                 folder.mkdir()
