@@ -48,12 +48,14 @@ class _GroupedLinear(torch.autograd.Function):
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         for e, first, last in bounds:
             y, w = y_SO[first:last], weight[e]
-            torch.mm(x_SI[first:last], w if transposed else w.T, out=y)
+            if a_ErI is None or b_EOr is None:
+                torch.mm(x_SI[first:last], w if transposed else w.T, out=y)
+            else:  # LoRA's part first: see `_LoraLinear`
+                xa = torch.mm(dropped_SI[first:last], a_ErI[e].T, out=xa_Sr[first:last])
+                y.addmm_(xa, b_EOr[e].T, beta=0, alpha=scale)
+                y.addmm_(x_SI[first:last], w if transposed else w.T)
             if bias is not None:
                 y += bias[e]
-            if a_ErI is not None and b_EOr is not None:
-                xa = torch.mm(dropped_SI[first:last], a_ErI[e].T, out=xa_Sr[first:last])
-                y.addmm_(xa, b_EOr[e].T, alpha=scale)
         ctx.module, ctx.name, ctx.bounds, ctx.scale, ctx.keep = module, name, bounds, scale, keep
         ctx.lora = a_ErI is not None
         if ctx.lora:
@@ -74,18 +76,18 @@ class _GroupedLinear(torch.autograd.Function):
             dropped_SI = x_SI if ctx.keep is None else x_SI * ctx.keep
         for e, first, last in ctx.bounds:
             dy = dy_SO[first:last]
-            if dx_SI is not None:
-                w = weight[e]
-                torch.mm(dy, w.T if transposed else w, out=dx_SI[first:last])
+            dx = None if dx_SI is None else dx_SI[first:last]
             if da_ErI is not None and db_EOr is not None:
                 dxa = (dy @ b_EOr[e]).mul_(ctx.scale)
                 torch.mm(dy.T, xa_Sr[first:last], out=db_EOr[e]).mul_(ctx.scale)
                 torch.mm(dxa.T, dropped_SI[first:last], out=da_ErI[e])
-                if dx_SI is not None:
-                    if ctx.keep is None:
-                        dx_SI[first:last].addmm_(dxa, a_ErI[e])
-                    else:
-                        dx_SI[first:last] += (dxa @ a_ErI[e]) * ctx.keep[first:last]
+                if dx is not None:
+                    torch.mm(dxa, a_ErI[e], out=dx)
+                    if ctx.keep is not None:
+                        dx *= ctx.keep[first:last]
+            if dx is not None:
+                w = weight[e]
+                dx.addmm_(dy, w.T if transposed else w, beta=int(ctx.lora))
         return dx_SI, da_ErI, db_EOr, None, None, None, None, None
 
 

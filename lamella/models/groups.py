@@ -95,21 +95,34 @@ class LinearGroup:
 
     def forward(self, x_NI: Tensor, leaves: Sequence[Tensor], keys_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Outputs [N, O], and x A^T [N, R] where there is LoRA. `keys_N`: of dropout, or None."""
-        y_NO = self._frozen(x_NI)
         sites = self.sites(leaves)
         if not sites:
-            return y_NO, None
+            return self._frozen(x_NI), None
         if keys_N is None:
             xa_NR = x_NI @ _stacked(sites).T
         else:
             xa_NR = torch.cat([s.dropped(x_NI, keys_N) @ s.a.T for s in sites], dim=1)
         block = _block(sites, self.outputs)
+        y_NO = x_NI.new_empty(x_NI.shape[0], self.outputs)  # LoRA's part first: see `_LoraLinear`
         if block is not None:
-            y_NO.addmm_(xa_NR, block.T, alpha=sites[0].scale)
+            y_NO.addmm_(xa_NR, block.T, beta=0, alpha=sites[0].scale)
         else:
+            y_NO.zero_()
             for s in sites:
-                y_NO[:, s.outputs].addmm_(xa_NR[:, s.ranks], s.b.T, alpha=s.scale)
-        return y_NO, xa_NR
+                y_NO[:, s.outputs].addmm_(xa_NR[:, s.ranks], s.b.T, beta=0, alpha=s.scale)
+        return self._add_frozen(y_NO, x_NI), xa_NR
+
+    def _add_frozen(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """y + the frozen layers' outputs, in place; with the bits of `_frozen` where y is zero."""
+        whole = _one_matrix([m.weight for m in self.linears])
+        for m, outputs in zip(self.linears, self.slices, strict=True):
+            if m.bias is not None:
+                y_NO[:, outputs] += m.bias
+        if whole is not None:
+            return y_NO.addmm_(x_NI, whole.T)
+        for m, outputs in zip(self.linears, self.slices, strict=True):
+            y_NO[:, outputs].addmm_(x_NI, m.weight.T)
+        return y_NO
 
     def _frozen(self, x_NI: Tensor) -> Tensor:
         whole = _one_matrix([m.weight for m in self.linears])
@@ -127,21 +140,29 @@ class LinearGroup:
         self, dy_NO: Tensor, leaves: Sequence[Tensor], keys_N: Tensor | None, wanted: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients at the input (where wanted) [N, I] and at x A^T (where there is LoRA) [N, R]."""
-        dx_NI = self._frozen_gradient(dy_NO) if wanted else None
         sites = self.sites(leaves)
         if not sites:
-            return dx_NI, None
+            return (self._frozen_gradient(dy_NO) if wanted else None), None
         block = _block(sites, self.outputs)
         if block is not None:
             dxa_NR = (dy_NO @ block).mul_(sites[0].scale)
         else:
             dxa_NR = torch.cat([(dy_NO[:, s.outputs] @ s.b).mul_(s.scale) for s in sites], dim=1)
-        if dx_NI is not None and keys_N is None:
-            dx_NI.addmm_(dxa_NR, _stacked(sites))
-        elif dx_NI is not None and keys_N is not None:
-            for s in sites:
-                dx_NI += s.dropped(dxa_NR[:, s.ranks] @ s.a, keys_N)
-        return dx_NI, dxa_NR
+        if not wanted:
+            return None, dxa_NR
+        if keys_N is None:
+            dx_NI = dxa_NR @ _stacked(sites)
+        else:
+            dx_NI = torch.stack([s.dropped(dxa_NR[:, s.ranks] @ s.a, keys_N) for s in sites]).sum(0)
+        return self._add_frozen_gradient(dx_NI, dy_NO), dxa_NR
+
+    def _add_frozen_gradient(self, dx_NI: Tensor, dy_NO: Tensor) -> Tensor:
+        whole = _one_matrix([m.weight for m in self.linears])
+        if whole is not None:
+            return dx_NI.addmm_(dy_NO, whole)
+        for m, outputs in zip(self.linears, self.slices, strict=True):
+            dx_NI.addmm_(dy_NO[:, outputs], m.weight)
+        return dx_NI
 
     def leaf_gradients(
         self, dy_NO: Tensor, x_NI: Tensor | None, xa_NR: Tensor | None, dxa_NR: Tensor | None, leaves: Sequence[Tensor],
@@ -167,13 +188,13 @@ class LinearGroup:
         return [t for pair in zip(da, db, strict=True) for t in pair]
 
     def _frozen_gradient(self, dy_NO: Tensor) -> Tensor:
-        weights = [m.weight for m in self.linears]
-        whole = _one_matrix(weights)
+        first, *others = self.linears
+        whole = _one_matrix([m.weight for m in self.linears])
         if whole is not None:
             return dy_NO @ whole
-        dx_NI = dy_NO[:, self.slices[0]] @ weights[0]
-        for w, outputs in zip(weights[1:], self.slices[1:], strict=True):
-            dx_NI.addmm_(dy_NO[:, outputs], w)
+        dx_NI = dy_NO[:, self.slices[0]] @ first.weight
+        for m, outputs in zip(others, self.slices[1:], strict=True):
+            dx_NI.addmm_(dy_NO[:, outputs], m.weight)
         return dx_NI
 
 
