@@ -37,7 +37,7 @@ format: $(VENV)/.dev
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .bench-venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
+	rm -rf $(VENV) .bench-venv* .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
 	find lamella -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -51,7 +51,8 @@ class Environment:
         wanted = "\n".join((*self.pins, *(f"not {name}" for name in self.unwanted)))
         if not stamp.is_file() or stamp.read_text() != wanted:
             print(f"setting up {self.folder}", file=sys.stderr)
-            venv.create(folder, with_pip=True)
+            if not python.exists():
+                venv.create(folder, with_pip=True)
             pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
             _run([*pip, "install", *self.pins])
             if self.unwanted:
