@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 from lamella.store.quantize import quantize_checkpoint
 from lamella.store.reader import Store

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lamella.adapter import Adapter
+from lamella.engine.device import activation_room, prepare
 from lamella.engine.walk import StepOutput, Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.hardware.memory import memory_limit_bytes
-from lamella.kernels import backend, rows
+from lamella.kernels import backend, cuda_backend, rows
 from lamella.models import attention, experts
 from lamella.models.attention import KVCache
 from lamella.models.layout import PackedBatch, pack_rows
@@ -84,7 +85,8 @@ class Engine:
             dtype: "auto", "bf16", "fp16" or "fp32"; what layers compute in.
             budget_bytes: for base weights and kept activations; None: all packed layers in memory, and up to half the
                 machine's memory for kept activations. The adapter with its moments, boundary activations (T x H per
-                layer) and one layer's working set come on top.
+                layer) and one layer's working set come on top. On CUDA it is device memory, None is a share of what is
+                free, and half of what weights leave of it is for boundary activations: the others go to host memory.
             recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
                 they fit the budget.
             threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).
@@ -103,6 +105,7 @@ class Engine:
             raise UserError(f"compute.device {device!r} is not supported", fix='use "cpu" or "cuda"')
         if where.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"compute.device is {device!r}, but torch sees no CUDA device", fix='use "cpu"')
+        where = prepare(where)
         if threads is not None:
             torch.set_num_threads(threads)
         config = load_config(store.path, store.manifest.tie_word_embeddings)
@@ -110,12 +113,16 @@ class Engine:
         if fused and where.type == "cpu" and rows.supported():
             skeleton.fuse()
         weights = LayerWeights(store, skeleton, where, budget_bytes)
-        if budget_bytes is None:
+        boundary_bytes = None
+        if where.type == "cuda":
+            room = activation_room(where) if budget_bytes is None else budget_bytes - weights.residency.total_bytes
+            boundary_bytes = room = max(room, 0) // 2
+        elif budget_bytes is None:
             room = memory_limit_bytes() // 2
         else:
             room = budget_bytes - weights.residency.total_bytes
         keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
-        engine = cls(store, skeleton, Walk(skeleton, weights, seed), keep_bytes=keep, recompute=recompute,
+        engine = cls(store, skeleton, Walk(skeleton, weights, seed, boundary_bytes), keep_bytes=keep, recompute=recompute,
                      budget_bytes=budget_bytes)  # fmt: skip
         if adapter is not None:
             engine.attach(adapter)
@@ -243,12 +250,15 @@ class Engine:
 
     def facts(self) -> dict[str, Any]:
         """What is in effect, for the receipt."""
-        residency = self.walk.weights.residency
+        residency, device = self.walk.weights.residency, self.walk.weights.device
+        cuda = device.type == "cuda"
         names = {v: k for k, v in DTYPES.items()}
         return {
             "device": str(self.walk.weights.device), "dtype": names[self.skeleton.dtype], "threads": torch.get_num_threads(),
-            "kernels": backend(), "attention": attention.NAME, "attention_paths": sorted(attention.PATHS_USED),
-            "experts": experts.NAME, "base_dropout": 0.0,
+            "kernels": cuda_backend() if cuda else backend(), "attention": attention.NAME,
+            "attention_paths": sorted(attention.PATHS_USED), "experts": experts.NAME, "base_dropout": 0.0,
+            "loss": "positions" if self.walk.head_weight is None else "vocabulary",
+            "layers_pinned": len(residency.pinned), "boundary_bytes_spilled": self.walk.boundaries.spilled_bytes,
             "fused": {**self.skeleton.fused_facts(), "head": self.walk.head_is_plain},
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,

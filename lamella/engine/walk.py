@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamella.adapter import Adapter, SiteSpec
+from lamella.engine.boundary import Boundaries, GradientSums
+from lamella.engine.device import CudaCopier
+from lamella.engine.head import vocabulary_head, vocabulary_loss
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.kernels import rows
@@ -78,7 +81,7 @@ class _Item:
     hidden: Tensor
     calls: list[LayerCall]
     row_keys_T: Tensor | None
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    number: int = 0
     graphs: dict[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
 
 
@@ -93,7 +96,8 @@ class _Routing:
     def add(self, logits: Tensor, top_k: int) -> None:
         probability = torch.softmax(logits.detach().float(), dim=-1)
         chosen = probability.topk(top_k, dim=-1).indices
-        count = torch.bincount(chosen.flatten(), minlength=probability.shape[-1]).double()
+        count = torch.zeros(probability.shape[-1], dtype=torch.float64, device=chosen.device)
+        count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
         self.count_E = count if self.count_E is None else self.count_E + count
         summed = probability.double().sum(0)
         self.probability_E = summed if self.probability_E is None else self.probability_E + summed
@@ -137,9 +141,12 @@ class Walk:
         skeleton: weightless model; its prologue and head already have weights.
         weights: dequantises a layer into the place its modules look at.
         seed: of dropout.
+        boundary_bytes: of boundary activations that stay on a GPU; the others go to host memory. None: all stay.
     """
 
-    def __init__(self, skeleton: Skeleton, weights: LayerWeights, seed: int = 0) -> None:
+    def __init__(
+        self, skeleton: Skeleton, weights: LayerWeights, seed: int = 0, boundary_bytes: int | None = None
+    ) -> None:
         self.skeleton, self.weights, self.seed = skeleton, weights, seed
         self.adapter: Adapter | None = None
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
@@ -149,6 +156,11 @@ class Walk:
         self.steps_kept = self.steps_recomputed = 0
         self.head_is_plain: bool | None = None
         self._head: PlainHead | None = None
+        cuda = weights.device.type == "cuda"
+        make_copier = (lambda: CudaCopier(weights.device)) if cuda else None
+        self.boundaries = Boundaries(make_copier, boundary_bytes, pin=cuda)
+        self.gradients = GradientSums(make_copier() if make_copier is not None else None, pin=cuda)
+        self.head_weight = vocabulary_head(skeleton, weights.device)
         self._captured: list[Tensor] = []
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
@@ -184,7 +196,9 @@ class Walk:
                 if site.parameter is not None:
                     owner = self._owner(site)
                     owner.__dict__.setdefault("lamella_lora", {})
-                    owner.__dict__["lamella_hits"] = torch.zeros(int(site.experts or 0), dtype=torch.int64)
+                    owner.__dict__["lamella_hits"] = torch.zeros(
+                        int(site.experts or 0), dtype=torch.int64, device=self.weights.device
+                    )  # fmt: skip
 
     def expert_hits(self) -> dict[str, list[int]]:
         """Tokens each adapted expert module has seen so far: module name -> count per expert."""
@@ -337,6 +351,8 @@ class Walk:
 
     def _loss_and_gradient(self, item: _Item, label_tokens: int) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H]."""
+        if self.head_weight is not None:
+            return vocabulary_loss(self.skeleton, self.head_weight, item.hidden[0], item.batch, label_tokens)
         head = self._plain_head()
         if head is not None and rows.takes(item.hidden):
             return self._plain_loss_and_gradient(item, label_tokens, head)
@@ -373,7 +389,11 @@ class Walk:
         assert adapter is not None, "no adapter attached"
         layers, first = len(self.skeleton.layers), adapter.first_layer
         self._unhang_all()
+        self.boundaries.clear()
+        self.gradients.clear()
         items = [self._enter(b, step_index) for b in batches]
+        for number, item in enumerate(items):
+            item.number = number
         bare = self._enter(batches[0], None) if beside_base else None
         keep = self._keeps(items, keep_bytes, layers - first)
         routing = _Routing()
@@ -410,7 +430,9 @@ class Walk:
             self._hang(i, grad=True)
             for m, item in enumerate(items):
                 gradients[m] = self._backward_one(item, i, gradients[m], routing, aux_coef, i > first)
+            self.gradients.layer_done()
             self._unhang(i)
+        self.gradients.step_done(adapter)
         count = sum(int(b.score_tokens.numel()) for b in batches)
         return StepOutput(float(loss), count, routing.loss(), peaks.tolist(), start)
 
@@ -451,7 +473,7 @@ class Walk:
             item.graphs[i] = (hidden, out, router)
             item.hidden = out.detach()
         else:
-            item.inputs[i] = item.hidden
+            self.boundaries.put(i, item.number, item.hidden)
             with torch.no_grad():
                 item.hidden, router = self._run(item, i, item.hidden)
         return router
@@ -464,7 +486,8 @@ class Walk:
         if i in item.graphs:
             hidden, out, router = item.graphs.pop(i)
         else:
-            hidden = item.inputs.pop(i).detach().requires_grad_(needs_input)
+            hidden = self.boundaries.get(i, item.number, self.weights.device)
+            hidden = hidden.detach().requires_grad_(needs_input)
             with torch.enable_grad():
                 out, router = self._run(item, i, hidden)
         sites = self._sites.get(i, [])
@@ -483,5 +506,5 @@ class Walk:
         for site, a, b in zip(sites, found[::2], found[1::2], strict=True):
             for x, grad in (("A", a), ("B", b)):
                 if grad is not None:
-                    self.adapter.add_gradient(f"{site.key}.lora_{x}", grad)
+                    self.gradients.add(self.adapter, f"{site.key}.lora_{x}", grad)
         return grad_in

@@ -3,7 +3,8 @@
 Every layer's quantised parameters are views of one shared buffer in the compute dtype: dequantising layer i
 into it is all that binding takes. On a CPU experts stay packed (`models/packed.py`). Small tensors that were kept in
 16 bit (norms, biases, routers) stay in memory. Packed layers are held in memory as far as the budget goes; the others are
-read from the store into two slots, the next one ahead of its turn.
+read from the store into two slots, the next one ahead of its turn. On a GPU the budget is the device's memory; see
+`device.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lamella.engine.device import Copier, CudaCopier, DeviceSlots
+from lamella.engine.device import (
+    HOST_SHARE,
+    Copier,
+    CudaCopier,
+    DeviceSlots,
+    HostArena,
+    default_budget,
+    plan_placement,
+)
 from lamella.errors import UserError
+from lamella.hardware.memory import memory_limit_bytes
 from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import ParamPlan
@@ -52,7 +62,8 @@ class Fill:
 class Residency:
     """Which packed layers stay in memory, and what it takes (bytes).
 
-    `fixed`: outer tensors, small tensors, dequantised buffer; `slots`: two packed layers when any is streamed.
+    `fixed`: outer tensors, small tensors, dequantised buffer; `slots`: two packed layers when any is streamed;
+    `pinned`: on a GPU, those of the streamed layers that lie in pinned host memory (the others come from disk).
     """
 
     resident: tuple[int, ...]
@@ -60,6 +71,7 @@ class Residency:
     fixed_bytes: int
     packed_bytes: int
     slot_bytes: int
+    pinned: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -101,9 +113,11 @@ class LayerWeights:
         store: the layer store.
         skeleton: weightless model; gets its outer tensors, its small tensors and views for all others.
         device: where layers run.
-        budget_bytes: for packed layers and fixed parts; None: everything stays in memory.
+        budget_bytes: for packed layers and fixed parts, of device memory on CUDA; None: everything stays in memory, or
+            on CUDA what fits a share of its free memory.
         copier: copies packed layers to slots on the device ahead of their turn; None: of its own on CUDA, and on a
             CPU layers are dequantised where they lie.
+        host_bytes: with a copier, for packed layers in pinned host memory; None: a share of this machine's memory.
 
     Raises:
         UserError: names, shapes or budget that do not work out.
@@ -116,6 +130,7 @@ class LayerWeights:
         device: torch.device,
         budget_bytes: int | None = None,
         copier: Copier | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         self.store, self.skeleton, self.device = store, skeleton, device
         self.bound: int | None = None
@@ -137,11 +152,14 @@ class LayerWeights:
             dtype=skeleton.dtype, device=device,
         )  # fmt: skip
         fixed = self._buffer.nbytes + self._kept_bytes()
-        self.residency = plan_residency([store.group_bytes(i) for i in range(layers)], fixed, budget_bytes)
-        self._streamed = frozenset(self.residency.streamed)
         self._pin = device.type == "cuda"
+        self.copier = CudaCopier(device) if copier is None and self._pin else copier
+        self.residency = self._plan(fixed, budget_bytes, host_bytes)
+        self._streamed = frozenset(self.residency.streamed)
         self._packed: dict[int, PackedGroup] = {}
         self._mapped: dict[str, Tensor] = {}
+        self._pinned: dict[int, PackedGroup] = {}
+        self._arenas: list[HostArena] = []
         self._bind_outer()
         self._fills: list[list[Fill]] = []
         self._experts: list[list[ExpertBytes]] = []
@@ -150,12 +168,20 @@ class LayerWeights:
             self._fills.append(self._bind_layer(by_layer.get(i, []), small))
             self._experts.append(self._bind_experts(by_layer.get(i, [])))
         self._on_device: DeviceSlots | None = None
-        if copier is None and device.type == "cuda":
-            copier = CudaCopier(device)
-        if copier is not None:
-            largest = max(store.group_bytes(i) for i in range(layers))
-            self._on_device = DeviceSlots(device, largest, copier)
         self._start_slots()
+
+    def _plan(self, fixed: int, budget_bytes: int | None, host_bytes: int | None) -> Residency:
+        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        if self.copier is None:
+            return plan_residency(sizes, fixed, budget_bytes)
+        if host_bytes is None:
+            host_bytes = int(memory_limit_bytes() * HOST_SHARE)
+        if budget_bytes is None and self._pin:
+            budget_bytes = default_budget(self.device) + self._buffer.nbytes
+        placed = plan_placement(sizes, fixed, budget_bytes, host_bytes)
+        streamed = tuple(i for i in range(len(sizes)) if i not in placed.device)
+        kept = sum(sizes[i] for i in placed.device)
+        return Residency(placed.device, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, placed.pinned)
 
     # ---- sizes ----------------------------------------------------------------------------------
 
@@ -230,6 +256,19 @@ class LayerWeights:
             strict += [*(getattr(model, "_keep_in_fp32_modules", None) or [])]
         return torch.float32 if any(part in name.split(".") for part in strict) else self.skeleton.dtype
 
+    def _hold_layers(self) -> None:
+        """Bring the layers that stay on the device there, and those that stay in host memory into their arenas."""
+        for i in (*self.residency.resident, *self.residency.pinned):
+            resident = i in self.residency.resident
+            host = HostArena(self.store.group_bytes(i), self._pin and not resident)
+            packed = self.store.load(i, host.bytes)
+            if resident:
+                on_device = packed.buffer.to(self.device, copy=True)
+                self._packed[i] = PackedGroup(on_device, packed.records, packed.block_size)
+            else:
+                self._pinned[i] = packed
+                self._arenas.append(host)
+
     def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
         fills, offset = [], 0
         for plan in plans:
@@ -269,9 +308,17 @@ class LayerWeights:
         self._loading: dict[int, Future[PackedGroup]] = {}
         self._first: dict[int, Future[PackedGroup]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read")
-        if self.residency.streamed:
+        if self.copier is not None:
+            self._hold_layers()
+            if self.residency.streamed:
+                size = max(self.store.group_bytes(i) for i in self.residency.streamed)
+                on_disk = len(self.residency.streamed) > len(self.residency.pinned)
+                self._host_slots = [HostArena(size, self._pin) for _ in range(2)] if on_disk else []
+                slots = [arena.bytes for arena in self._host_slots]
+                self._on_device = DeviceSlots(self.device, size, self.copier, self.store.load, slots)
+        elif self.residency.streamed:
             size = max(self.store.group_bytes(i) for i in self.residency.streamed)
-            self._slots = [aligned_bytes(size, self._pin) for _ in range(2)]
+            self._slots = [aligned_bytes(size) for _ in range(2)]
         self._slot_of: dict[int, int] = {}
 
     def _request(self, i: int, keep: int | None) -> None:
@@ -284,8 +331,6 @@ class LayerWeights:
             return
         slot = 1 - self._slot_of[keep] if keep in self._slot_of else 0
         for other in [k for k, s in self._slot_of.items() if s == slot]:
-            if self._on_device is not None:
-                self._on_device.finish(other)
             del self._slot_of[other]
             self._loading.pop(other)
         self._slot_of[i] = slot
@@ -308,28 +353,47 @@ class LayerWeights:
         """Bring layer i's weights into its modules; nothing to do when it is the one at work."""
         if self.bound == i:
             return
-        if self._streamed:
+        if self._streamed and self.copier is None:
             self._outer_map.madvise(mmap.MADV_DONTNEED)  # rows and head of the pass before; memory is short
-        before, packed = self.bound, self.packed(i)
-        if self._on_device is not None:
-            self._on_device.fetch(i, packed, before)
-            packed = self._on_device.take(i, packed)
+        before = self.bound
+        packed = self.packed(i) if self._on_device is None else self._take(i)
         for fill in self._fills[i]:
             packed.dequantize_many(fill.names, fill.out)
         for other in self._experts[before] if before is not None else ():
             other.group = None
         for experts in self._experts[i]:
             experts.group = packed
-        if self._on_device is not None:
-            self._on_device.done(i)
         torch.autograd.graph.increment_version(self._buffer)
         self.bound = i
-        ahead = i + 1 if before is None or before < i else i - 1
-        if 0 <= ahead < len(self._fills):
-            self._request(ahead, i if i in self._slot_of else None)
-            loading = self._loading.get(ahead) or self._first.get(ahead)
-            if self._on_device is not None and (loading is None or loading.done()):
-                self._on_device.fetch(ahead, self.packed(ahead), i)
+        step = 1 if before is None or before < i else -1
+        if self._on_device is not None:
+            self._fetch_ahead(i, step)
+        elif 0 <= i + step < len(self._fills):
+            self._request(i + step, i if i in self._slot_of else None)
+
+    def _take(self, i: int) -> PackedGroup:
+        """Layer i's bytes on the device."""
+        if i in self._packed:
+            return self._packed[i]
+        assert self._on_device is not None
+        self._on_device.fetch(i, self._pinned.get(i), () if self.bound is None else (self.bound,))
+        return self._on_device.take(i)
+
+    def _fetch_ahead(self, i: int, step: int) -> None:
+        """Bring the next streamed layers of the walk: one beside the layer at work, two when that one stays here."""
+        assert self._on_device is not None
+        here = i not in self._packed
+        if here:
+            self._on_device.done(i)
+        coming = [n for n in range(i + step, len(self._fills) if step > 0 else -1, step) if n not in self._packed]
+        coming = coming[: 1 if here else 2]
+        for n in coming:
+            self._on_device.fetch(n, self._pinned.get(n), (i, *coming))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Packed bytes brought to the device since it was opened, beyond those that stay there."""
+        return self._on_device.copied_bytes if self._on_device is not None else 0
 
     def resident_checksum(self) -> str:
         """xxh3-128 over the checksums of the base's bytes in memory: of resident packed layers and mapped tensors as the
@@ -339,9 +403,10 @@ class LayerWeights:
         and equality later means equality with the store as it was written.
         """
         digest = xxhash.xxh3_128()
-        for i in self.residency.resident:
+        for i in sorted((*self.residency.resident, *self.residency.pinned)):
+            held = self._packed.get(i) or self._pinned.get(i)
             for record in self.store.records(i):
-                now = _checksum_in(self._packed[i].buffer, record) if i in self._packed else record.checksum
+                now = _checksum_in(held.buffer, record) if held is not None else record.checksum
                 digest.update(now.encode())
         for record in self.store.records("outer"):
             if record.name in self._mapped:
@@ -371,13 +436,15 @@ class LayerWeights:
 
     def close(self) -> None:
         self._reader.shutdown()
+        if self._on_device is not None:
+            self._on_device.close()
 
 
 def _checksum_in(buffer: Tensor, record: TensorRecord) -> str:
     """A packed tensor's checksum as the manifest takes it."""
     digest = xxhash.xxh3_128()
     for offset, nbytes in record.parts.values():
-        digest.update(memoryview(buffer[offset : offset + nbytes].numpy().data))
+        digest.update(memoryview(buffer[offset : offset + nbytes].cpu().numpy().data))
     return digest.hexdigest()
 
 

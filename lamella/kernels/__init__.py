@@ -1,9 +1,9 @@
 """NF4 quantise and dequantise, and dropout masks; one dispatch. Knows no models.
 
 CPU tensors go to the C kernels (AVX-512, AVX2 or portable, by what the machine has), built on first
-use if need be; without a compiler, plain torch is used and says so. Tensors on other devices go to
-plain torch (`reference.py`). All paths give the same bits. `LAMELLA_KERNELS` forces one of
-`c-avx512`, `c-avx2`, `c-portable`, `torch`.
+use if need be; without a compiler, plain torch is used and says so. CUDA tensors go to the Triton kernels
+(`triton/`), or to plain torch (`reference.py`) where Triton is not installed. All paths give the same bits.
+`LAMELLA_KERNELS` forces one of `c-avx512`, `c-avx2`, `c-portable`, `torch`; `torch` counts for CUDA tensors too.
 
 Results do not depend on the number of threads, with one exception taken over from bitsandbytes:
 `offset` of a double-quantised tensor is torch's mean, whose last bit may.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from torch import Tensor
 from lamella import console
 from lamella.errors import UserError
 from lamella.kernels import build, reference
-from lamella.kernels.layout import AbsmaxState
+from lamella.kernels.layout import AbsmaxRun, AbsmaxState
 from lamella.kernels.library import ISAS, CpuKernels, load
 
 __all__ = [
-    "BACKENDS", "AbsmaxState", "backend", "dequantize_absmax", "dequantize_nf4", "keep_mask", "quantize_absmax",
-    "quantize_nf4", "resolve",
+    "BACKENDS", "AbsmaxRun", "AbsmaxState", "backend", "by_triton", "cuda_backend", "dequantize_absmax", "dequantize_nf4",
+    "dequantize_nf4_run", "keep_mask", "quantize_absmax", "quantize_nf4", "resolve",
 ]  # fmt: skip
 
 BACKENDS = ("c-avx512", "c-avx2", "c-portable", "torch")
@@ -103,7 +103,29 @@ def backend() -> str:
     return _resolved()[0]
 
 
+@cache
+def cuda_backend() -> str:
+    """Backend of CUDA tensors: `triton` or `torch`. Resolved once per process; says so when it is plain torch."""
+    from lamella.kernels.triton import missing
+
+    if os.environ.get("LAMELLA_KERNELS") == "torch":
+        return "torch"
+    why = missing()
+    if why is not None:
+        console.notice(f"CUDA kernels unavailable, plain torch is used instead (slower): {why}")
+    return "triton" if why is None else "torch"
+
+
+def by_triton(device: torch.device) -> bool:
+    """Whether tensors on this device go to the Triton kernels."""
+    return device.type == "cuda" and cuda_backend() == "triton"
+
+
 def _for(device: torch.device) -> Kernels:
+    if by_triton(device):
+        from lamella.kernels.triton import nf4
+
+        return cast(Kernels, nf4)
     return _resolved()[1] if device.type == "cpu" else reference
 
 
@@ -179,6 +201,28 @@ def dequantize_nf4(
         UserError: parts whose sizes do not belong together.
     """
     return _for(codes.device).dequantize_nf4(codes, absmax, out, block_size, stream=stream, threads=threads)
+
+
+def dequantize_nf4_run(codes: Tensor, run: AbsmaxRun, out: Tensor, block_size: int = 64) -> Tensor:
+    """Dequantise t tensors of one size, codes one after the other, each with its own double-quantised scales.
+
+    Args:
+        codes: uint8 [t * n / 2].
+        run: their scales; whole blocks, as many in each.
+        out: fp32, bf16 or fp16, contiguous, t * n elements.
+        block_size: as when quantised.
+
+    Returns:
+        `out`, bit for bit as tensor by tensor.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    if by_triton(codes.device):
+        from lamella.kernels.triton import nf4
+
+        return nf4.dequantize_nf4_run(codes, run, out, block_size)
+    return reference.dequantize_nf4_run(codes, run, out, block_size)
 
 
 def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:

@@ -46,6 +46,23 @@ class AbsmaxState:
     offset: Tensor
 
 
+@dataclass(frozen=True)
+class AbsmaxRun:
+    """Double-quantised scales of t tensors of one size whose codes lie one after the other: rows may be strided views.
+
+    Attributes:
+        q: uint8 [t, blocks].
+        code: fp32 [256], of all of them.
+        absmax2: fp32 [t, ceil(blocks / 256)].
+        offset: fp32 [t].
+    """
+
+    q: Tensor
+    code: Tensor
+    absmax2: Tensor
+    offset: Tensor
+
+
 @cache
 def dynamic_code() -> Tensor:
     """fp32 [256], sorted: the signed 8-bit dynamic code (Dettmers 2015, "8-Bit Approximations").
@@ -134,6 +151,27 @@ def check_dequantize(codes: Tensor, absmax: Tensor | AbsmaxState, out: Tensor, b
         check_state(absmax, blocks, codes.device)
     else:
         check_part("absmax", absmax, torch.float32, blocks, codes.device)
+
+
+def check_run(codes: Tensor, run: AbsmaxRun, out: Tensor, block_size: int) -> None:
+    """The parts of a run that its kernels read by address.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    check_block_size(block_size)
+    tensors, blocks = run.q.shape
+    n = tensors * blocks * block_size
+    check_part("out", out, out.dtype, n, codes.device)
+    check_part("codes", codes, torch.uint8, n // 2, codes.device)
+    check_part("absmax_code", run.code, torch.float32, 256, codes.device)
+    wanted = {"absmax_q": (run.q, torch.uint8, (tensors, blocks)), "offset": (run.offset, torch.float32, (tensors,)),
+              "absmax2": (run.absmax2, torch.float32, (tensors, block_count(blocks, ABSMAX_BLOCK)))}  # fmt: skip
+    for name, (part, dtype, shape) in wanted.items():
+        row_is_dense = part.dim() == 1 or part.stride(1) == 1
+        if part.dtype != dtype or part.shape != shape or part.device != codes.device or not row_is_dense:
+            raise UserError(f"{name} must be {list(shape)} {dtype} on {codes.device}, got {list(part.shape)} {part.dtype} "
+                            f"on {part.device}", fix="the parts do not belong together: quantize again")  # fmt: skip
 
 
 def check_keep(row_keys: Tensor, columns: int, p: float) -> None:

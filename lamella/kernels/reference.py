@@ -15,11 +15,13 @@ from lamella.kernels.layout import (
     ABSMAX_BLOCK,
     ABSMAX_FLOOR,
     NF4_TABLE,
+    AbsmaxRun,
     AbsmaxState,
     block_count,
     check_dequantize,
     check_keep,
     check_part,
+    check_run,
     check_state,
     drop_threshold,
     dynamic_code,
@@ -127,7 +129,15 @@ def dequantize_nf4(
     return out
 
 
-def _spread_keys(keys: Tensor) -> Tensor:
+def dequantize_nf4_run(codes: Tensor, run: AbsmaxRun, out: Tensor, block_size: int = 64) -> Tensor:
+    """See `lamella.kernels.dequantize_nf4_run`."""
+    check_run(codes, run, out, block_size)
+    second = run.absmax2.repeat_interleave(ABSMAX_BLOCK, dim=1)[:, : run.q.shape[1]]
+    scales = run.code.view(-1)[run.q.long()] * second + run.offset[:, None]
+    return dequantize_nf4(codes, scales.view(-1), out, block_size)
+
+
+def spread_keys(keys: Tensor) -> Tensor:
     """splitmix64 on int64 [T]; shifts are made logical by masking."""
 
     def shift(z: Tensor, bits: int) -> Tensor:
@@ -150,7 +160,7 @@ def _int32(bits: int) -> int:
 def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:
     """See `lamella.kernels.keep_mask`."""
     check_keep(row_keys, columns, p)
-    spread = _spread_keys(row_keys)
+    spread = spread_keys(row_keys)
     low, high = spread.to(torch.int32)[:, None], (spread >> 32).to(torch.int32)[:, None]
 
     def mix(h: Tensor, bits: int, factor: int) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lamella.errors import UserError
 from lamella.kernels import attention as kernels
+from lamella.models import attention_cuda
 from lamella.models.layout import PackedBatch
 
 NAME = "lamella"
@@ -87,6 +88,9 @@ class AttentionLayout:
         self.batch = batch
         device = batch.input_ids.device
         lengths = batch.lengths
+        self.plain = not batch.is_tree
+        self.starts = batch.starts.int()
+        self.longest = max(lengths, default=0)
         starts = batch.starts.tolist()
         order: list[Tensor] = []
         padding: list[Tensor] = []
@@ -319,9 +323,32 @@ def packed_attention(
         layout.cache.write(index, key, value)
         if layout.cache.decoding:
             return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux), None
+    if query.is_cuda:
+        run = partial(_on_cuda, layout=layout, scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux)
+        return attention_cuda.fenced(run, query, key, value), None
     if softcap is None and s_aux is None and kernels.takes(query[0], value[0]):
         PATHS_USED.add(kernels.implementation())
         return _KernelAttention.apply(query, key, value, layout.segments, scale, sliding_window), None
+    return _in_groups(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
+
+
+def _on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float, window: int | None,
+    softcap: float | None, sinks_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if layout.plain and softcap is None and sinks_H is None:
+        out = attention_cuda.varlen(query, key, value, layout.starts, layout.longest, scale, window)
+        if out is not None:
+            PATHS_USED.add(attention_cuda.kernel(query.device))
+            return out
+    return _in_groups(query, key, value, layout, scale, window, softcap, sinks_H)
+
+
+def _in_groups(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float, sliding_window: int | None,
+    softcap: float | None, s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[1, T, H, D], sequences of similar length computed together."""
     PATHS_USED.add("torch")
     q_groups = _Split.apply(query[0], layout)
     k_groups = _Split.apply(key[0], layout)
@@ -330,7 +357,7 @@ def packed_attention(
         _attend(q, k, v, group.mask(sliding_window), scale, softcap, s_aux)
         for group, q, k, v in zip(layout.groups, q_groups, k_groups, v_groups, strict=True)
     ]
-    return _Join.apply(layout, *outs)[None], None
+    return _Join.apply(layout, *outs)[None]
 
 
 class KVCache:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
+from lamella import kernels
 from lamella.errors import UserError
 from lamella.models import experts_cpu
 from lamella.models.linear import DropoutClock, LoraSite
@@ -157,6 +158,10 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
+    if kernels.by_triton(hidden_states.device):
+        from lamella.models import experts_cuda
+
+        return experts_cuda.packed_experts(module, hidden_states, top_k_index, top_k_weights)
     sites = _sites(module)
     if experts_cpu.can_fuse(module, hidden_states, sites):
         return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites)
@@ -182,7 +187,7 @@ def expert_by_expert(
             bounds.append((e, first, first + room))
         first += room
     if module.__dict__.get("lamella_hits") is not None:
-        module.lamella_hits.add_(torch.tensor(counts))  # type: ignore[operator]
+        module.lamella_hits.add_(torch.tensor(counts, device=hidden_states.device))  # type: ignore[operator]
     row_S = (
         torch.arange(expert_S.numel(), device=order_S.device) + torch.tensor(shift_E, device=order_S.device)[expert_S]
     )

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lamella import kernels
+
 
 @dataclass
 class LoraSite:
@@ -70,6 +72,36 @@ class DropoutClock:
         return keep_mask(keys_N + (site + 1) * _SITE_STEP, columns, probability)
 
 
+def _fused(x: Tensor) -> bool:
+    """Whether LoRA is added in the epilogue of a kernel of our own."""
+    if not kernels.by_triton(x.device):
+        return False
+    from lamella.kernels.triton import lora
+
+    return lora.choose(x.dtype, x.device)
+
+
+def _with_lora(x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, xa_Nr: Tensor, b_Or: Tensor, scale: float) -> Tensor:
+    """x W^T + bias + scale xa B^T"""
+    if _fused(x_NI):
+        from lamella.kernels.triton.lora import lora_linear
+
+        return lora_linear(x_NI, w_OI, xa_Nr, b_Or, scale, bias_O)
+    y_NO = x_NI.new_empty(x_NI.shape[0], b_Or.shape[0]).addmm_(xa_Nr, b_Or.T, beta=0, alpha=scale)
+    if bias_O is not None:
+        y_NO += bias_O
+    return y_NO.addmm_(x_NI, w_OI.T)
+
+
+def _input_gradient(dy_NO: Tensor, w_OI: Tensor, dxa_Nr: Tensor, a_rI: Tensor) -> Tensor:
+    """dy W + dxa A"""
+    if _fused(dy_NO):
+        from lamella.kernels.triton.lora import lora_linear
+
+        return lora_linear(dy_NO, w_OI.T, dxa_Nr, a_rI.T, 1.0)
+    return (dxa_Nr @ a_rI).addmm_(dy_NO, w_OI)
+
+
 class _LoraLinear(torch.autograd.Function):
     """y = x W^T + bias + scale (drop(x) A^T) B^T
 
@@ -86,10 +118,7 @@ class _LoraLinear(torch.autograd.Function):
         assert site is not None
         dropped_NI = x_NI if keep is None else x_NI * keep / (1 - site.dropout)
         xa_Nr = dropped_NI @ a_rI.T
-        y_NO = x_NI.new_empty(x_NI.shape[0], b_Or.shape[0]).addmm_(xa_Nr, b_Or.T, beta=0, alpha=site.scale)
-        if module.bias is not None:
-            y_NO += module.bias
-        y_NO.addmm_(x_NI, module.weight.T)
+        y_NO = _with_lora(x_NI, module.weight, module.bias, xa_Nr, b_Or, site.scale)
         ctx.module, ctx.keep = module, keep
         ctx.scale, ctx.dropout = site.scale, site.dropout
         ctx.save_for_backward(x_NI, a_rI, b_Or, xa_Nr)
@@ -106,10 +135,11 @@ class _LoraLinear(torch.autograd.Function):
             da_rI = dxa_Nr.T @ (x_NI * ctx.keep / (1 - ctx.dropout))
         dx_NI = None
         if ctx.needs_input_grad[0]:
-            dx_NI = dxa_Nr @ a_rI
-            if ctx.keep is not None:
-                dx_NI = dx_NI * ctx.keep / (1 - ctx.dropout)
-            dx_NI.addmm_(dy_NO, ctx.module.weight)
+            if ctx.keep is None:
+                dx_NI = _input_gradient(dy_NO, ctx.module.weight, dxa_Nr, a_rI)
+            else:
+                dx_NI = (dxa_Nr @ a_rI) * ctx.keep / (1 - ctx.dropout)
+                dx_NI.addmm_(dy_NO, ctx.module.weight)
         return dx_NI, da_rI, db_Or, None, None
 
 

@@ -243,6 +243,16 @@ class Skeleton:
             same = torch.equal(self.head(hidden), linear(norms[0](hidden[None]))[0])
         return PlainHead(norms[0], linear) if same else None
 
+    def normed(self, hidden_NH: Tensor) -> Tensor:
+        """What the output layer is given, [1, N, H], of N boundary outputs of the last layer."""
+        stub = self.stubs[-1]
+        position = torch.zeros(hidden_NH.shape[0], dtype=torch.int64, device=hidden_NH.device)
+        stub.answer = hidden_NH[None]
+        try:
+            return self._base(position, position)
+        finally:
+            stub.answer = None
+
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Layer `index` on hidden states [1, T, H] with the arguments the model gave it."""
         out = self.layers[index](hidden, *call.args, **call.kwargs)

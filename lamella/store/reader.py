@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lamella import kernels
 from lamella.errors import UserError
-from lamella.kernels import AbsmaxState, dequantize_absmax, dequantize_nf4
+from lamella.kernels import AbsmaxRun, AbsmaxState, dequantize_absmax, dequantize_nf4, dequantize_nf4_run
 from lamella.kernels.layout import ABSMAX_BLOCK
 from lamella.store.manifest import Group, Manifest, TensorRecord, read_manifest
 from lamella.store.verify import read_exactly, verify_store
@@ -103,6 +104,11 @@ class PackedGroup:
         assert out.numel() == sum(record.numel for record in records)
         flat, position = out.view(-1), 0
         if len(records) > 1 and _side_by_side(records, self.block_size):
+            if kernels.by_triton(self.buffer.device) and "absmax2" in records[0].parts:
+                start, nbytes = records[0].parts["codes"]
+                codes = self.buffer[start : start + nbytes * len(records)]
+                dequantize_nf4_run(codes, self.run(names), flat, self.block_size)
+                return out
             step = max(1, _RUN_NUMEL // records[0].numel)  # bounds the buffer of first-level scales
             for first in range(0, len(records), step):
                 run = records[first : first + step]
@@ -116,6 +122,13 @@ class PackedGroup:
             position += record.numel
         return out
 
+    def run(self, names: Sequence[str]) -> AbsmaxRun:
+        """Double-quantised scales of tensors that lie at even distances: views, no copy."""
+        return AbsmaxRun(
+            self._strided(names, "absmax_q", torch.uint8), self.part(names[0], "absmax_code", torch.float32),
+            self._strided(names, "absmax2", torch.float32), self._strided(names, "offset", torch.float32)[:, 0],
+        )  # fmt: skip
+
     def _scales(self, names: Sequence[str]) -> Tensor | AbsmaxState:
         """First-level scales, fp32 or still double quantised, of tensors whose scale parts lie at even distances."""
         if "absmax" in self.records[names[0]].parts:
@@ -125,7 +138,7 @@ class PackedGroup:
             self._strided(names, "absmax_q", torch.uint8).contiguous().view(-1),
             self.part(names[0], "absmax_code", torch.float32),
             self._strided(names, "absmax2", torch.float32).contiguous().view(-1),
-            offset[0, 0] if len(names) == 1 else torch.zeros(()),
+            offset[0, 0] if len(names) == 1 else torch.zeros((), device=self.buffer.device),
         )
         if len(names) == 1:
             return state

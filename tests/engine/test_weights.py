@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lamella.engine import Engine
-from lamella.engine.device import DeviceSlots, HostCopier
+from lamella.engine.device import DeviceSlots, HostArena, HostCopier, plan_placement, spread
 from lamella.engine.engine import resolve_dtype
 from lamella.engine.walk import Walk
 from lamella.engine.weights import LayerWeights, plan_residency
@@ -67,41 +67,104 @@ class Recording(HostCopier):
         return self.log[-1]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_device_slots_give_the_same_bits(streamed, made):
-    store, _ = made(moe_config(layers=4))
+@pytest.mark.parametrize(("resident", "pinned"), [(6, 0), (0, 6), (0, 0), (3, 3), (2, 1), (1, 0)])
+def test_layers_on_the_device_in_host_memory_and_on_disk_give_the_same_bits(resident, pinned, made):
+    layers = 6
+    store, _ = made(moe_config(layers=layers))
     plain = Engine.open(store, dtype="fp32", fused=False)
     trained_adapter(plain)
     _, wanted = step_gradients(plain, [ROWS])
 
-    def on_slots(copier, budget=None):
+    def on_slots(copier, budget=None, host=None):
         skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), torch.float32)
-        return skeleton, LayerWeights(store, skeleton, torch.device("cpu"), budget, copier)
+        return skeleton, LayerWeights(store, skeleton, torch.device("cpu"), budget, copier, host)
 
-    budget = None
-    if streamed:
-        budget = on_slots(HostCopier())[1].residency.fixed_bytes + 2 * max(store.group_bytes(i) for i in range(4)) + 1
+    size = max(store.group_bytes(i) for i in range(layers))
+    assert size == min(store.group_bytes(i) for i in range(layers))
+    fixed = on_slots(HostCopier())[1].residency.fixed_bytes
+    budget = None if resident == layers else fixed + (2 + resident) * size
+    host = (pinned if resident + pinned == layers else pinned + 2) * size
     copier = Recording()
-    skeleton, weights = on_slots(copier, budget)
+    skeleton, weights = on_slots(copier, budget, host)
     engine = Engine(store, skeleton, Walk(skeleton, weights), keep_bytes=0, recompute="always")
     trained_adapter(engine)
     for _ in range(2):
         _, found = step_gradients(engine, [ROWS])
         assert all(torch.equal(found[n], wanted[n]) for n in wanted)
-    assert copier.log
-    assert bool(weights.residency.streamed) == streamed
+    residency = weights.residency
+    assert (len(residency.resident), len(residency.pinned)) == (resident, pinned)
+    assert bool(copier.log) == (resident < layers)
+    streamed = (
+        layers - resident
+    )  # two walks there and back; the two layers in the slots at a turn are not brought again
+    assert (streamed > 0) == (weights.copied_bytes > 0)
+    assert weights.copied_bytes <= 4 * streamed * size
+    if resident == 0:
+        assert weights.copied_bytes == (6 + 4 + 4 + 4) * size
+    assert budget is None or residency.total_bytes <= budget
+    assert len(weights.resident_checksum()) == 32
+    weights.close()
+
+
+def test_slots_are_filled_ahead_of_the_walk(made):
+    """While a layer is at work the next streamed one is on its way: its copy was started before its turn."""
+    store, _ = made(moe_config(layers=6))
+    skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), torch.float32)
+    whole = LayerWeights(store, skeleton, torch.device("cpu"), copier=HostCopier())
+    budget = whole.residency.fixed_bytes + 4 * store.group_bytes(0)
+    skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), torch.float32)
+    weights = LayerWeights(store, skeleton, torch.device("cpu"), budget, Recording())
+    assert weights.residency.resident == (1, 4)
+    slots = weights._on_device
+    coming = {0: {0, 2}, 1: {2, 3}, 2: {2, 3}, 3: {3, 5}, 4: {3, 5}, 5: {3, 5}}
+    for i in range(6):
+        weights.bind(i)
+        assert coming[i] <= set(slots.holds)
+    for i, wanted in ((4, {3, 2}), (3, {3, 2}), (2, {2, 0}), (1, {0}), (0, {0})):
+        weights.bind(i)
+        assert wanted <= set(slots.holds)
+
+
+def test_placement_fills_the_device_then_host_memory():
+    sizes = [10] * 8
+    assert plan_placement(sizes, 5, None, 0).device == tuple(range(8))
+    assert plan_placement(sizes, 5, 85, 0).device == tuple(range(8))
+    placed = plan_placement(sizes, 5, 5 + 20 + 25, 1000)
+    assert (placed.device, placed.disk) == ((2, 6), ())
+    placed = plan_placement(sizes, 5, 5 + 20 + 25, 20 + 35)
+    assert (len(placed.device), len(placed.pinned), len(placed.disk)) == (2, 3, 3)
+    assert sorted(placed.device + placed.pinned + placed.disk) == list(range(8))
+    with pytest.raises(UserError, match=r"memory\.budget is 24 B"):
+        plan_placement(sizes, 5, 24, 1000)
+
+
+def test_spread_is_even_and_fits():
+    assert spread([1] * 6, 2) == (1, 4)
+    assert spread([1] * 5, 5) == (0, 1, 2, 3, 4)
+    assert spread([4, 4], 3) == ()
+    for count in range(1, 30):
+        for budget in range(count + 1):
+            assert len(set(spread([1] * count, budget))) == budget
+
+
+def test_an_arena_is_aligned_to_a_page_and_holds_its_bytes():
+    arena = HostArena(100_001, pin=False)
+    assert arena.bytes.data_ptr() % 4096 == 0
+    assert arena.bytes.numel() == 100_001
+    arena.bytes.fill_(7)
+    assert int(arena.bytes.sum()) == 700_007
 
 
 def test_slots_keep_the_layer_at_work():
     slots = DeviceSlots(torch.device("cpu"), 8, HostCopier())
     groups = [PackedGroup(torch.full((8,), i, dtype=torch.uint8), {}, 64) for i in range(3)]
-    slots.fetch(0, groups[0], None)
-    slots.fetch(1, groups[1], keep=0)
-    slots.fetch(2, groups[2], keep=1)
+    slots.fetch(0, groups[0], ())
+    slots.fetch(1, groups[1], keep=[0])
+    slots.fetch(2, groups[2], keep=[1])
     assert slots.holds_layer(1)
     assert slots.holds_layer(2)
     assert not slots.holds_layer(0)
-    assert slots.take(2, groups[2]).buffer.tolist() == [2] * 8
+    assert slots.take(2).buffer.tolist() == [2] * 8
 
 
 def test_dtype_auto_is_bf16_only_where_it_is_native():

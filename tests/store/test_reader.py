@@ -189,3 +189,21 @@ def test_what_is_no_store(tmp_path):
     (tmp_path / "half.partial").mkdir()
     with pytest.raises(UserError, match="not finished"):
         Store.open(tmp_path / "half")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_of_experts_in_one_kernel_call_gives_the_same_bits(dtype, tmp_path):
+    """What a CUDA device reads: scales as strided views with an offset each."""
+    from lamella import kernels
+
+    write_checkpoint(tmp_path / "hf", moe_config(experts=3, inner=256))
+    quantize_checkpoint(tmp_path / "hf", tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    packed = store.load(0)
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(3)]
+    records = [packed.records[name] for name in names]
+    wanted = packed.dequantize_many(names, torch.empty(sum(r.numel for r in records), dtype=dtype))
+    start, nbytes = records[0].parts["codes"]
+    codes = packed.buffer[start : start + 3 * nbytes]
+    found = kernels.dequantize_nf4_run(codes, packed.run(names), torch.empty_like(wanted), packed.block_size)
+    assert torch.equal(found, wanted)
