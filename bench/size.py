@@ -3,7 +3,7 @@
 For a Qwen3-30B-A3B-shaped and a Qwen3-235B-A22B-shaped store of random weights (`lamella store synth`; the larger one
 shares one file between its layers), whole optimizer steps of at least 1,024 tokens are taken by `lamella train`'s own
 loop, with LoRA on attention and on experts, in a process of its own under a memory limit that the kernel enforces.
-One JSON line per case: peak resident set (VmHWM), the bar, the limit and what held it, seconds, tokens/s, bytes read
+A third case is one row of 16k tokens on the demo's model. One JSON line per case: peak resident set (VmHWM), the bar, the limit and what held it, seconds, tokens/s, bytes read
 from storage, and what the receipt says.
 
     python -m bench.size [--case 30B] [--folder DIR] [--steps 1] [--tiny]
@@ -48,6 +48,14 @@ def qwen3_moe(layers: int, hidden: int, heads: int, inner: int, **more: Any) -> 
     }  # fmt: skip
 
 
+_SMOLLM2_135M: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "intermediate_size": 1536, "max_position_embeddings": 32768, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "eos_token_id": 49151, "dtype": "bfloat16",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """A shape, what it may take at most, and how the run is set.
@@ -73,6 +81,8 @@ class Case:
 CASES = (
     Case("30B", qwen3_moe(48, 2048, 32, 768), 5 * 10**9, "2.2GB"),
     Case("235B", qwen3_moe(94, 4096, 64, 1536), 8 * 10**9, "4.5GB", shared=True),
+    # the demo's model, SmolLM2-135M, on one row of 16k tokens
+    Case("16k", _SMOLLM2_135M, 4 * 10**9, "2GB", rows=1, row_tokens=16384),
 )
 _SMALL = {"vocab_size": 2048, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32, "max_position_embeddings": 2048,
           "eos_token_id": 2047}  # fmt: skip
