@@ -2,9 +2,9 @@
 
 For a Qwen3-30B-A3B-shaped and a Qwen3-235B-A22B-shaped store of random weights (`lamella store synth`; the larger one
 shares one file between its layers), whole optimizer steps of at least 1,024 tokens are taken by `lamella train`'s own
-loop, with LoRA on attention and on experts, in a process of its own under a memory limit that the kernel enforces.
-A third case is one row of 16k tokens on the demo's model. One JSON line per case: peak resident set (VmHWM), the bar, the limit and what held it, seconds, tokens/s, bytes read
-from storage, and what the receipt says.
+loop, with LoRA on attention and on experts, in a process of its own under a memory limit that the kernel enforces. A third
+case is one row of 16k tokens on the demo's model. One JSON line per case: peak resident set (VmHWM), the bar, the limit and
+what held it, seconds, tokens/s, bytes read from storage, and what the receipt says.
 
     python -m bench.size [--case 30B] [--folder DIR] [--steps 1] [--tiny]
 
