@@ -36,7 +36,7 @@ from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 LOGITS_BYTES = 64 << 20
 """Largest block of fp32 logits alive at once; more positions pass the head in chunks (16 positions at least)."""
 
-HEAD_ROWS = 512
+HEAD_ROWS = 256
 """Positions whose logits are alive at once where the gradient takes their place: more gains the matmuls nothing."""
 
 PAD_TOKENS = 32
