@@ -48,6 +48,7 @@ class Side:
         norm = self.optimizer.grad_norm()
         self.optimizer.step(k, norm)
         self.optimizer.zero_grad()
+        self.flops = output.flops
         return output.loss_sum / label_tokens, norm
 
 
@@ -68,6 +69,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "grad_norms": norms,
         "dead_tensors": sum(1 for name in side.adapter.parameters() if not moments[f"{name}/exp_avg"].any()),
         "trainable": side.adapter.num_parameters(),
+        "gflops": side.flops / clock.step_s(0, job["warmup"]) / 1e9,
+        "utilisation": side.flops / clock.step_s(0, job["warmup"]) / side.engine.matmul_rate().best,
         "engine": side.engine.facts(),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
@@ -10,6 +11,7 @@ from lamella import __version__
 from lamella.commands import data, demo, eval, quantize, store, train
 from lamella.console import err
 from lamella.errors import UserError
+from lamella.hardware.allocator import restart_tuned
 
 app = typer.Typer(
     name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -36,6 +38,8 @@ for module in (quantize, store, data, train, eval, demo):
 
 def main() -> None:
     """Entry point: user errors end in one message and their exit code, Ctrl-C in 130."""
+    if Path(sys.argv[0]).stem in ("lamella", "__main__"):  # not when a program calls this
+        restart_tuned()
     try:
         app()
     except UserError as error:

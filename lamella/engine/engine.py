@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from transformers import PretrainedConfig
 
 from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
+from lamella.engine.flops import FlopCounter
 from lamella.engine.walk import StepOutput, Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.hardware.matmul import MatmulRate, matmul_rate
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.kernels import backend, cuda_backend, rows
 from lamella.models import attention, experts
@@ -150,6 +152,11 @@ class Engine:
                 fix="use the store it was trained on; to try it anyway, remove base_fingerprint from lamella_adapter.json",
             )
         self.walk.attach(adapter)
+        self._flops = FlopCounter(self.skeleton, adapter.sites.values() if adapter is not None else ())
+
+    def matmul_rate(self) -> MatmulRate:
+        """What this device multiplies in the compute dtype, measured once per process: utilisation is a share of it."""
+        return matmul_rate(self.walk.weights.device, self.skeleton.dtype)
 
     def step(
         self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
@@ -169,10 +176,13 @@ class Engine:
                 for name, p in self.walk.adapter.parameters().items():
                     self.walk.adapter.add_gradient(name, torch.zeros_like(p))
             return StepOutput(0.0, 0, 0.0, [])
-        return self.walk.step(
+        again = self.walk.steps_recomputed
+        out = self.walk.step(
             batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
             beside_base=beside_base,
         )  # fmt: skip
+        layers = range(self._flops.first, len(self.skeleton.layers)) if self.walk.steps_recomputed > again else ()
+        return replace(out, flops=self._flops.step(batches, layers).total)
 
     def score(self, batches: Sequence[PackedBatch], on_layer: Callable[[int], None] | None = None) -> list[Tensor]:
         """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""

@@ -29,7 +29,7 @@ from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.kernels import rows
 from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
-from lamella.models.layout import PackedBatch
+from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
 from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
@@ -56,6 +56,7 @@ class StepOutput:
         peaks: largest |hidden state| after each layer; NaN or infinite where a layer's output was.
         start: loss per label token of the first micro-batch without (`base`) and with the adapter (`adapter`), when it
             was asked for.
+        flops: useful floating-point operations of these batches (see `engine.flops`).
     """
 
     loss_sum: float
@@ -63,6 +64,7 @@ class StepOutput:
     aux: float
     peaks: list[float]
     start: dict[str, float] | None = None
+    flops: float = 0.0
 
     def first_bad_layer(self) -> int | None:
         """First layer whose output was not finite, or None."""
@@ -170,6 +172,7 @@ class Walk:
         onednn = weights.device.type == "cpu" and skeleton.dtype == torch.bfloat16
         self._multiple = PAD_TOKENS if onednn and not has_experts else 1
         self._head_multiple = PAD_TOKENS if onednn else 1
+        self.compiles_shapes = onednn
         self.top_k = int(getattr(skeleton.config, "num_experts_per_tok", 0) or 0)
 
     # ---- adapters -------------------------------------------------------------------------------
@@ -297,6 +300,49 @@ class Walk:
                 if on_layer is not None:
                     on_layer(i)
             return [item.hidden[0, : b.tokens] for item, b in zip(items, batches, strict=True)]
+
+    # ---- probes (engine/memory.py) --------------------------------------------------------------
+
+    def padded_tokens(self, tokens: int) -> int:
+        """Tokens that a micro-batch of this many is filled up to."""
+        return -(-tokens // self._multiple) * self._multiple
+
+    def probe(self, batch: PackedBatch, layer: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
+        """One layer on random hidden states of a batch, to be run under a ledger: output, and what has gradients."""
+        assert self.adapter is not None
+        self._unhang_all()
+        self.weights.bind(layer)
+        self._hang(layer, grad=True)
+        item = self._enter(batch, 0)
+        generator = torch.Generator(self.weights.device).manual_seed(0)
+        noise = torch.randn(item.hidden.shape, generator=generator, device=self.weights.device)
+        leaves = [leaf for s in self._sites.get(layer, []) for leaf in self.leaves[s.key]]
+        hidden = noise.to(item.hidden.dtype).requires_grad_()
+        modules = self.skeleton.layers[layer].modules()
+        counts = [m.__dict__["lamella_hits"] for m in modules if "lamella_hits" in m.__dict__]
+
+        def run() -> tuple[Tensor, list[Tensor]]:
+            before = [hits.clone() for hits in counts]
+            out, _ = self._run(item, layer, hidden)
+            for hits, old in zip(counts, before, strict=True):
+                hits.copy_(old)
+            return out, [hidden, *leaves]
+
+        return run
+
+    def probe_head(self, positions: int) -> Callable[[], Tensor]:
+        """Loss and gradient of as many label tokens, to be run under a ledger."""
+        batch = pack_rows([([0] * (positions + 1), [False] + [True] * positions)]).to(self.weights.device)
+        hidden = torch.zeros(1, positions + 1, int(self.skeleton.config.hidden_size), dtype=self.skeleton.dtype,
+                             device=self.weights.device)  # fmt: skip
+        item = _Item(batch, AttentionLayout(batch), hidden, [], None)
+        return lambda: self._loss_and_gradient(item, positions)[1]
+
+    def head_chunk_rows(self) -> int:
+        """Most positions whose logits are alive at once in a step."""
+        if self._plain_head() is not None and self.compiles_shapes:
+            return self.head_chunks(1 << 16, self.skeleton.dtype.itemsize, HEAD_ROWS)[0][1]
+        return self.head_chunks(1 << 16)[0][1]
 
     # ---- the head -------------------------------------------------------------------------------
 

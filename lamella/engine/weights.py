@@ -151,6 +151,7 @@ class LayerWeights:
             max((self._quantised_numel(by_layer.get(i, [])) for i in range(layers)), default=0),
             dtype=skeleton.dtype, device=device,
         )  # fmt: skip
+        self.mapped_table_bytes = self._table_bytes()
         fixed = self._buffer.nbytes + self._kept_bytes()
         self._pin = device.type == "cuda"
         self.copier = CudaCopier(device) if copier is None and self._pin else copier
@@ -202,19 +203,25 @@ class LayerWeights:
         quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
         return quantised and can_stay_packed(plan, self._owner(plan)[0], self.store.manifest.block_size)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The dequantised layer's."""
+        return self._buffer.nbytes
+
     def _kept_bytes(self) -> int:
         """Unquantised tensors; a mapped table of embeddings counts as nothing (rows are read as tokens come), but a
         mapped head does, being read whole."""
-        size = self.skeleton.dtype.itemsize
+        kept = sum(torch.Size(p.shape).numel() for p in self.plans.values() if not self._is_quantised(p))
+        return kept * self.skeleton.dtype.itemsize - self.mapped_table_bytes
+
+    def _table_bytes(self) -> int:
+        """Of mapped tables of which only some rows are read. (Binding parts tied ones: to be asked before.)"""
         head = self.skeleton.model.get_output_embeddings()
         heads = {id(p) for p in head.parameters()} if head is not None else set()
         outer = self.skeleton.model.state_dict(keep_vars=True)
-        return sum(
-            torch.Size(p.shape).numel() * size
-            for p in self.plans.values()
-            if not self._is_quantised(p)
-            and not (p.layer is None and self._is_mapped(p) and len(p.shape) == 2 and id(outer[p.name]) not in heads)
-        )
+        tables = (p for p in self.plans.values() if p.layer is None and self._is_mapped(p) and len(p.shape) == 2)
+        numel = sum(torch.Size(p.shape).numel() for p in tables if id(outer[p.name]) not in heads)
+        return numel * self.skeleton.dtype.itemsize
 
     # ---- binding --------------------------------------------------------------------------------
 

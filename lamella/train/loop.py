@@ -60,6 +60,8 @@ class Run:
     initial: dict[str, str]
     zero_names: tuple[str, ...]
     memory: str
+    matmul_flops_per_s: float
+    """Of all ranks together; utilisation is a share of it."""
     started_s: float
     stop: bool = False
     saving: bool = False
@@ -152,7 +154,8 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
         parts.adapter.load_state(beginning.checkpoint)
         optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
     memory = parts.base.in_memory()
-    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, time.perf_counter())
+    (rate,) = ranks.sum_numbers([parts.engine.matmul_rate().best])
+    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter())
 
 
 def _train(run: Run) -> TrainResult:
@@ -217,7 +220,7 @@ def _all_steps(run: Run) -> bool:
             if run.ranks.first:
                 run.folder.metrics.append(line)
             loss = "skipped" if line["loss"] is None else f"loss {line['loss']:.4f}"
-            meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s")
+            meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s, {_speed(line)}")
             _check_moved(run)
             _stop_if_bad(run)
             last = state.step == run.total_steps
@@ -233,6 +236,10 @@ def _all_steps(run: Run) -> bool:
     return True
 
 
+def _speed(line: dict[str, Any]) -> str:
+    return f"{line['flop_per_s'] / 1e9:.0f} GFLOP/s, {line['utilisation']:.0%} of matmul rate"
+
+
 def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
     state, data, k = run.state, run.parts.data, run.state.step
@@ -241,7 +248,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     tokens = sum(data.tokens(row) for row in rows.rows)
     label_tokens = sum(data.label_tokens(row) for row in rows.rows)
     run.optimizer.zero_grad()
-    loss_sum, aux, present, asked_to_stop, where = _gradients(run, k, rows, label_tokens)
+    loss_sum, aux, flops, present, asked_to_stop, where = _gradients(run, k, rows, label_tokens)
     norm, rate, reason = math.nan, None, ""
     if label_tokens == 0:
         reason = "no label tokens"
@@ -281,22 +288,27 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "label_tokens": label_tokens,
         "step_s": step_s,
         "tokens_per_s": tokens / max(step_s, 1e-9),
+        "flops": flops,
+        "flop_per_s": flops / max(step_s, 1e-9),
+        "utilisation": flops / max(step_s, 1e-9) / run.matmul_flops_per_s,
         "rss_bytes": rss_bytes(),
         "skipped": reason or None,
     }
     return line, asked_to_stop
 
 
-def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[float, float, list[bool], bool, str]:
-    """This rank's share of the step, then the sums over ranks: loss, aux, which parameters have a gradient, stop;
-    and, from this rank alone, in which layer numbers stopped being finite.
+def _gradients(
+    run: Run, k: int, rows: StepRows, label_tokens: int
+) -> tuple[float, float, float, list[bool], bool, str]:
+    """This rank's share of the step, then the sums over ranks: loss, aux, FLOPs, which parameters have a gradient,
+    stop; and, from this rank alone, in which layer numbers stopped being finite.
 
     A rank that fails still takes part in the sum, so that the others learn of it and end too.
     """
     ranks, parameters = run.ranks, run.optimizer.parameters
     lengths = [run.parts.data.tokens(row) for row in rows.rows]
     mine = [rows.rows[position] for position in share_rows(lengths, [1.0] * ranks.world)[ranks.rank]]
-    loss_sum, aux, where = 0.0, 0.0, ""
+    loss_sum, aux, flops, where = 0.0, 0.0, 0.0, ""
     start: dict[str, float] | None = {}
     try:
         if mine and label_tokens:
@@ -305,17 +317,17 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
                 run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
             )
             start = out.start if more else {}
-            loss_sum, aux = out.loss_sum, out.aux
+            loss_sum, aux, flops = out.loss_sum, out.aux, out.flops
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
     except Exception as error:
         ranks.meet(f"step {k + 1}")
-        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, *[0.0] * len(parameters)])
+        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters)])
         ranks.gather(str(error) or repr(error))
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
     ranks.meet(f"step {k + 1}")
-    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, *present])
+    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present])
     if total[3]:
         failures = enumerate(ranks.gather(""))
         rank, text = next((rank, text) for rank, text in failures if text)
@@ -324,7 +336,7 @@ def _gradients(run: Run, k: int, rows: StepRows, label_tokens: int) -> tuple[flo
         run.state.start = next((found for found in ranks.gather(start) if found), {})
         if run.state.start:
             _check_start(run)
-    return total[0], total[1], [n > 0 for n in total[4:]], total[2] > 0, where
+    return total[0], total[1], total[4], [n > 0 for n in total[5:]], total[2] > 0, where
 
 
 def _check_present(run: Run, present: list[bool]) -> None:
@@ -473,6 +485,7 @@ def _facts(run: Run) -> receipts.Facts:
         config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
         zero_names=run.zero_names, metrics=run.folder.metrics.read(), checkpoints=run.folder.checkpoints,
         train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
+        matmul_flops_per_s=run.matmul_flops_per_s,
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from lamella.models.layout import PackedBatch
 
 class StepOutput(Protocol):
     """`loss_sum`: cross-entropy summed over label tokens, not yet divided; `aux`: router balancing loss, unweighted;
-    `start`: see `Parts.start`, when asked for; `first_bad_layer()`: first layer whose output was not finite, or None."""
+    `start`: see `Parts.start`, when asked for; `first_bad_layer()`: first layer whose output was not finite, or None;
+    `flops`: useful floating-point operations."""
 
     @property
     def loss_sum(self) -> float: ...
@@ -26,7 +27,16 @@ class StepOutput(Protocol):
     def label_tokens(self) -> int: ...
     @property
     def start(self) -> dict[str, float] | None: ...
+    @property
+    def flops(self) -> float: ...
     def first_bad_layer(self) -> int | None: ...
+
+
+class MatmulRate(Protocol):
+    """`best`: FLOP/s of a large matrix product on the engine's device in its dtype."""
+
+    @property
+    def best(self) -> float: ...
 
 
 class Engine(Protocol):
@@ -36,6 +46,7 @@ class Engine(Protocol):
     ) -> StepOutput: ...  # fmt: skip
     def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
     def facts(self) -> dict[str, Any]: ...
+    def matmul_rate(self) -> MatmulRate: ...
     def close(self) -> None: ...
 
 

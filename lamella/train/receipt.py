@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,6 +68,8 @@ class Facts:
     world: int
     memory: str
     """Checksum of the base in memory at the start; the loop compared it at the end."""
+    matmul_flops_per_s: float = 0.0
+    """What the ranks' devices multiply, together."""
     proof: dict[str, Any] = field(default_factory=dict)
 
 
@@ -139,6 +142,12 @@ def final_loss(metrics: list[dict[str, Any]]) -> float:
     return sum(losses) / len(losses) if losses else math.nan
 
 
+def middle(metrics: list[dict[str, Any]], name: str) -> float | None:
+    """Median over the steps that tell it and were not skipped."""
+    values = [line[name] for line in metrics if line.get(name) and not line["skipped"]]
+    return statistics.median(values) if values else None
+
+
 def _figures(facts: Facts) -> dict[str, Any]:
     lines = facts.metrics
     losses = [line["loss"] for line in lines if line["loss"] is not None]
@@ -151,7 +160,9 @@ def _figures(facts: Facts) -> dict[str, Any]:
         "label_tokens": sum(line["label_tokens"] for line in lines),
         "first_loss": losses[0] if losses else None, "final_loss": final_loss(lines) if losses else None,
         "lowest_loss": min(losses, default=None), "largest_grad_norm": max(norms, default=None),
-        "tokens_per_s": tokens_per_s(lines), "train_s": facts.train_s, "peak_rss_bytes": peak_rss_bytes(),
+        "tokens_per_s": tokens_per_s(lines), "flops_per_step": middle(lines, "flops"),
+        "flop_per_s": middle(lines, "flop_per_s"), "matmul_flops_per_s": facts.matmul_flops_per_s,
+        "utilisation": middle(lines, "utilisation"), "train_s": facts.train_s, "peak_rss_bytes": peak_rss_bytes(),
         "ranks": facts.world,
     }  # fmt: skip
 
@@ -343,6 +354,9 @@ def show(path: Path) -> None:
         f"{figures['tokens_per_s']:.0f} tokens/s, {format_seconds(figures['train_s'])}, peak memory "
         f"{format_bytes(figures['peak_rss_bytes'])}",
     ]
+    if figures["utilisation"] is not None:
+        lines.append(f"{figures['flop_per_s'] / 1e9:.0f} GFLOP/s in the middle step, {figures['utilisation']:.1%} of what "
+                     f"the machine's matrix product reaches ({figures['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s)")  # fmt: skip
     for first in tree["data"]["first_rows"][:1]:
         lines.append(f"row {first['row']} trains on {first['label_tokens']} tokens: {first['labels']}")
     if "adapter" in tree:

@@ -13,6 +13,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,7 @@ class Out:
     loss_sum: float
     aux: float
     label_tokens: int
+    flops: float = 1e6
 
     def first_bad_layer(self) -> int | None:
         return None if math.isfinite(self.loss_sum) else 0
@@ -195,6 +197,9 @@ class FakeEngine:
                 owner = torch.bucketize(batch.score_positions, batch.starts[1:], right=True)
                 result.append(sums.index_add_(0, owner, self.losses(batch, None).double()))
             return result
+
+    def matmul_rate(self):
+        return SimpleNamespace(best=1e12)
 
     def close(self) -> None:
         self.closed = True

@@ -196,3 +196,24 @@ def test_changed_store_byte_fails_the_run(real_config, stores, tmp_path):
     file.write_bytes(data)
     with pytest.raises(RunFailed, match="frozen tensors changed"):
         train_run(config)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_every_step_and_the_receipt_tell_flops_and_utilisation(recompute, real_config):
+    config = real_config("dense", name=recompute, train={"steps": 3}, memory={"recompute": recompute})
+    run_dir = train_run(config).run_dir
+    figures, steps = receipt(run_dir)["figures"], lines(run_dir)
+    assert figures["matmul_flops_per_s"] > 0
+    for line in steps:
+        assert line["flops"] > 2 * line["tokens"] * 4 * 40960  # forward alone: four layers of 40,960 weights
+        assert line["utilisation"] == pytest.approx(line["flops"] / line["step_s"] / figures["matmul_flops_per_s"])
+    assert figures["utilisation"] == sorted(line["utilisation"] for line in steps)[1]
+    assert figures["flops_per_step"] == sorted(line["flops"] for line in steps)[1]
+
+
+def test_recompute_counts_as_work(real_config):
+    found = {}
+    for recompute in ("never", "always"):
+        config = real_config("dense", name=recompute, train={"steps": 1}, memory={"recompute": recompute})
+        found[recompute] = lines(train_run(config).run_dir)[0]["flops"]
+    assert 1.2 * found["never"] < found["always"] < 1.5 * found["never"]
