@@ -152,7 +152,9 @@ def ask(job: dict[str, Any], tuned: bool) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     env |= {"GLIBC_TUNABLES": TUNABLES} if tuned else {}
     command = [sys.executable, "-m", "bench.memory", "--side"]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{job['verb']} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -98,7 +98,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(job["threads"])
     engine = Engine.open(Store.open(Path(job["store"])), threads=job["threads"], recompute=job["recompute"])
-    adapter = Adapter.create(engine.skeleton, LoraConfig(rank=RANK, targets=("q_proj", "k_proj", "v_proj", "o_proj")), 0)
+    adapter = Adapter.create(
+        engine.skeleton, LoraConfig(rank=RANK, targets=("q_proj", "k_proj", "v_proj", "o_proj")), 0
+    )
     engine.attach(adapter)
     optimizer = Optimizer(adapter.parameters(), TrainConfig(warmup_steps=0), job["steps"])
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +142,11 @@ def run_point(point: Point, folder: Path, args: argparse.Namespace) -> dict[str,
 
 
 def chart_of(series: str, xs: list[float], ys: list[float], line: Fit) -> LineChart | None:
-    label = {"layers": "layers", "tokens": "tokens per step", "experts": f"experts, {SHAPE['num_experts_per_tok']} active"}
+    label = {
+        "layers": "layers",
+        "tokens": "tokens per step",
+        "experts": f"experts, {SHAPE['num_experts_per_tok']} active",
+    }
     title = f"seconds per step: {line.intercept:.3g} + {line.slope:.3g} x, R² {line.r2:.4f}"
     fitted = [line.intercept + line.slope * x for x in xs]
     return line_chart(title, xs, {"fit": fitted, "seen": ys}, x_label=label[series], from_zero=True)
@@ -168,7 +174,11 @@ def svg(charts: list[LineChart]) -> str:
             places = [tuple(float(v) / 100 for v in p.split(",")) for p in line.points.split()]
             scaled = [(x * w, y * h) for x, y in places]
             if line.name == "fit":
-                out.append('<polyline fill="none" stroke="#888" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in scaled) + '"/>')
+                out.append(
+                    '<polyline fill="none" stroke="#888" points="'
+                    + " ".join(f"{x:.1f},{y:.1f}" for x, y in scaled)
+                    + '"/>'
+                )
             else:
                 out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f6feb"/>' for x, y in scaled]
         out.append("</g>")

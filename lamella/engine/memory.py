@@ -283,7 +283,9 @@ def predict(
     probes = [probe_layer(walk, i, longest, largest) for i in _kinds(walk, first)]
     uses = [probe.at(largest) for probe in probes]
     boundary = float(int(skeleton.config.hidden_size) * size)
-    per_layer = max(sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in range(first, layers))
+    per_layer = max(
+        sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in range(first, layers)
+    )
     parameters = adapter.num_parameters()
     in_memory = per_layer if state_on_disk else parameters
     rows, chunk = probe_head(walk, max(positions))
@@ -298,8 +300,18 @@ def predict(
     moments = {
         "forward, last layer": {**held, "one layer's forward": going_up},
         "head": {**held, **gradients, "one chunk of the head": chunk},
-        "backward, last layer": {**held, **gradients, "one layer's backward": work, "adapter gradients": 4.0 * per_layer},
-        "backward, first layer": {**last, **gradients, "one layer's backward": work, "adapter gradients": 4.0 * in_memory},
+        "backward, last layer": {
+            **held,
+            **gradients,
+            "one layer's backward": work,
+            "adapter gradients": 4.0 * per_layer,
+        },
+        "backward, first layer": {
+            **last,
+            **gradients,
+            "one layer's backward": work,
+            "adapter gradients": 4.0 * in_memory,
+        },
     }
     kernels = sum(u.shapes for u in uses) * len(set(tokens)) + 2
     fixed: dict[str, float] = {
@@ -308,7 +320,8 @@ def predict(
         "adapter values": 4.0 * in_memory,
         "moments": 8.0 * in_memory if updates else 0.0,
         "adapter in the compute dtype": copies,
-        "libraries": RUNTIME_BYTES + (FP32_BYTES_PER_THREAD * torch.get_num_threads() if skeleton.dtype == torch.float32 else 0),
+        "libraries": RUNTIME_BYTES
+        + (FP32_BYTES_PER_THREAD * torch.get_num_threads() if skeleton.dtype == torch.float32 else 0),
         "compiled products": float(KERNEL_BYTES * kernels) if walk.compiles_shapes else 0.0,
     }
     formulas = {

@@ -71,9 +71,13 @@ def test_parts_by_hand(made):
     found = counter.step([batch], recomputed={0, 1})
     attention, mlp = 64 * 64 + 2 * 32 * 64 + 64 * 64, 3 * 128 * 64
     assert found.forward == found.recompute == 2 * 10 * 2 * (attention + mlp)
-    assert found.input_gradients == 2 * 10 * (2 * (attention + mlp) - 64 * 64 - 2 * 32 * 64)  # layer 0: none for q, k, v
+    assert found.input_gradients == 2 * 10 * (
+        2 * (attention + mlp) - 64 * 64 - 2 * 32 * 64
+    )  # layer 0: none for q, k, v
     once = 2 * 10 * 4 * (64 + 64)
-    assert found.lora == 2 * 2 * once + 2 * 2 * once - 2 * 10 * 4 * 64  # forward, recompute, backward; no input of layer 0
+    assert (
+        found.lora == 2 * 2 * once + 2 * 2 * once - 2 * 10 * 4 * 64
+    )  # forward, recompute, backward; no input of layer 0
     assert found.attention == 2 * (1 + 1 + 2) * 2 * 4 * (16 + 16) * 55
     assert found.head == 2 * 2 * 1 * 512 * 64
     assert found.total == pytest.approx(sum(vars(found).values()))

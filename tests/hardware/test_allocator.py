@@ -34,7 +34,9 @@ def test_what_the_user_chose_stays(name):
     value = "" if name == "LD_PRELOAD" else "glibc.malloc.check=0" if name == "GLIBC_TUNABLES" else "2"
     assert not wants_restart({name: value})
     env = {**clean(), name: value}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, input="", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, input="", check=True
+    )
     assert json.loads(done.stdout)[0] is False
     assert json.loads(done.stdout)[4] == env.get("GLIBC_TUNABLES")
 
