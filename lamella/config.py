@@ -117,8 +117,8 @@ class TrainConfig(Section):
 
 class MemoryConfig(Section):
     budget: Size | None = None
-    """Memory for base weights and activations, such as "2GiB"; None: no limit of ours. Layers that do not
-    fit are streamed from the store."""
+    """Memory for all that training holds beyond the program itself, such as "2GiB"; None: no limit of ours. Layers that
+    do not fit are streamed from the store; a run that cannot fit is refused before its first step."""
     recompute: Literal["auto", "always", "never"] = "auto"
     """Recompute each layer in the backward walk, keep its activations, or choose by budget."""
     state: Literal["auto", "ram", "disk"] = "auto"

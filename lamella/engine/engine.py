@@ -13,9 +13,11 @@ from transformers import PretrainedConfig
 from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
+from lamella.engine.memory import MemoryPlan, predict
 from lamella.engine.walk import StepOutput, Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.hardware.allocator import is_tuned
 from lamella.hardware.matmul import MatmulRate, matmul_rate
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.kernels import backend, cuda_backend, rows
@@ -24,6 +26,7 @@ from lamella.models.attention import KVCache
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.skeleton import Skeleton, load_config
 from lamella.store.reader import Store
+from lamella.units import format_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -74,6 +77,7 @@ class Engine:
     ) -> None:
         self.store, self.skeleton, self.walk = store, skeleton, walk
         self.keep_bytes, self.recompute, self.budget_bytes = keep_bytes, recompute, budget_bytes
+        self.plan: MemoryPlan | None = None
 
     @classmethod
     def open(
@@ -85,9 +89,8 @@ class Engine:
 
         Args:
             dtype: "auto", "bf16", "fp16" or "fp32"; what layers compute in.
-            budget_bytes: for base weights and kept activations; None: all packed layers in memory, and up to half the
-                machine's memory for kept activations. The adapter with its moments, boundary activations (T x H per
-                layer) and one layer's working set come on top. On CUDA it is device memory, None is a share of what is
+            budget_bytes: for base weights and kept activations, and after `fit` for all that steps take; None: all packed
+                layers in memory, and up to half the machine's memory for kept activations. On CUDA it is device memory, None is a share of what is
                 free, and half of what weights leave of it is for boundary activations: the others go to host memory.
             recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
                 they fit the budget.
@@ -153,6 +156,39 @@ class Engine:
             )
         self.walk.attach(adapter)
         self._flops = FlopCounter(self.skeleton, adapter.sites.values() if adapter is not None else ())
+
+    def fit(self, lengths: Sequence[Sequence[int]], positions: Sequence[int]) -> MemoryPlan | None:
+        """Make steps of these micro-batches fit the budget (as `memory.predict` takes them), or refuse before the first.
+
+        The budget is for all that the process holds beyond imports and libraries: what a step takes besides packed layers
+        is set aside, as many layers as fit the rest are held, and what is left may keep activations. None without a
+        budget, and on a device, where the budget is the device's.
+
+        Raises:
+            UserError: not even with every layer streamed do these steps fit; names the parts.
+        """
+        budget, weights = self.budget_bytes, self.walk.weights
+        if budget is None or self.adapter is None or weights.device.type != "cpu":
+            return None
+        plan = predict(self.walk, lengths, positions, kept=self.recompute == "never", imports_bytes=0,
+                       state_on_disk=self.adapter.pages is not None, tuned_heap=is_tuned())  # fmt: skip
+        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        fixed = weights.residency.fixed_bytes
+        self.plan = plan
+        aside = plan.beyond_program_bytes - weights.residency.total_bytes
+        least = aside + fixed + min(2 * max(sizes), sum(sizes))
+        if least > budget:
+            raise UserError(
+                f"memory.budget is {format_bytes(budget)}, but a step of {sum(map(sum, lengths))} tokens in "
+                f"{len(lengths)} micro-batches takes {format_bytes(least)} beyond the program itself, with every layer "
+                "streamed; at its peak (" + plan.moment + ") the parts are\n    " + "\n    ".join(plan.lines()),
+                fix=f"set memory.budget to {format_bytes(least * 1.05)} or more, or lower train.micro_batch_tokens, "
+                "train.tokens_per_step or lora.rank",
+            )
+        weights.limit(budget - aside)
+        if self.recompute == "auto":
+            self.keep_bytes = max(budget - aside - weights.residency.total_bytes, 0)
+        return plan
 
     def matmul_rate(self) -> MatmulRate:
         """What this device multiplies in the compute dtype, measured once per process: utilisation is a share of it."""
@@ -273,6 +309,7 @@ class Engine:
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
             "budget_bytes": self.budget_bytes,
+            "predicted_bytes": self.plan.beyond_program_bytes if self.plan is not None else None,
             "recompute": self.recompute, "steps_kept": self.walk.steps_kept,
             "steps_recomputed": self.walk.steps_recomputed, "saved_bytes_per_token_and_layer": self.walk.saved_bytes_per_token,
             "tie_word_embeddings": self.store.manifest.tie_word_embeddings,

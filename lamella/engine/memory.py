@@ -47,7 +47,7 @@ class HeapShares:
 
     Attributes:
         work: of one layer's work up to that moment. A freed block serves its like again only when it has grown together with a
-            neighbour (aligned blocks need a little more than their size), so part of the work is laid out twice.
+            neighbour (aligned blocks need a little more than their size), so work is laid out more than once.
         kept: of kept activations, between which work's holes stay.
         head: of one chunk of the head.
     """
@@ -57,7 +57,7 @@ class HeapShares:
     head: float
 
 
-TUNED_HEAP = HeapShares(0.8, 0.17, 0.15)
+TUNED_HEAP = HeapShares(1.3, 0.19, 0.35)
 DEFAULT_HEAP = HeapShares(1.6, 0.25, 0.3)
 """By whether `hardware.allocator` tuned the heap."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "addmm_", "_addmm_activation")
@@ -221,8 +221,9 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     @property
-    def beyond_imports_bytes(self) -> int:
-        return self.peak_bytes - round(self.fixed.get("imports", 0))
+    def beyond_program_bytes(self) -> int:
+        """Without imports and libraries: what the model, the adapter and the step take."""
+        return self.peak_bytes - round(self.fixed.get("imports", 0)) - round(self.fixed.get("libraries", 0))
 
     def lines(self) -> list[str]:
         """One line per part, largest first, with its formula."""

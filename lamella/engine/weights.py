@@ -308,6 +308,21 @@ class LayerWeights:
             found.append(module.__dict__["lamella_packed"])
         return found
 
+    def limit(self, budget_bytes: int) -> None:
+        """Between passes on a CPU: hold as many packed layers as this budget has room for, and stream the others."""
+        assert self.copier is None, "layers are placed on the device when it is opened"
+        for future in (*self._first.values(), *self._loading.values()):
+            future.result()
+        self._reader.shutdown()
+        for experts in self._experts[self.bound] if self.bound is not None else ():
+            experts.group = None
+        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        self.residency = plan_residency(sizes, self.residency.fixed_bytes, budget_bytes)
+        self._streamed = frozenset(self.residency.streamed)
+        self._packed = {i: packed for i, packed in self._packed.items() if i not in self._streamed}
+        self.bound = None
+        self._start_slots()
+
     # ---- at work --------------------------------------------------------------------------------
 
     def _start_slots(self) -> None:

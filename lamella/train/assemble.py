@@ -26,6 +26,7 @@ from lamella.data.batching import StepPlanner, share_rows
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
+from lamella.engine.memory import shape_of
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
@@ -328,6 +329,23 @@ def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
     )  # fmt: skip
 
 
+def fit_budget(engine: Engine, rows: Rows, ranks: Ranks, most: int = 2000) -> None:
+    """Make the largest step (of the first `most`) fit `memory.budget`, or refuse now.
+
+    Raises:
+        UserError: it does not fit; names what it takes.
+    """
+
+    def mine(k: int) -> list[int]:
+        step = rows.rows_of(k).rows
+        share = share_rows([rows.tokens(row) for row in step], [1.0] * ranks.world)[ranks.rank]
+        return [step[position] for position in share]
+
+    if engine.budget_bytes is not None:
+        largest = max((mine(k) for k in range(min(rows.steps, most))), key=lambda step: sum(map(rows.tokens, step)))
+        engine.fit(*shape_of(rows.pack(largest)))
+
+
 def _quantised(engine: Engine) -> frozenset[str]:
     """Names of the layers' 4-bit weights: modules, or expert parameters."""
     manifest = engine.store.manifest
@@ -408,6 +426,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
     if held_out is not None:
         validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
     engine.attach(adapter)
+    fit_budget(engine, rows, ranks)
     sites = list(adapter.sites.values())
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
     facts = {

@@ -7,6 +7,7 @@ from lamella.adapter import Adapter
 from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.engine.memory import Ledger, Linear, MemoryPlan, Use, predict, probe_layer, shape_of
+from lamella.errors import UserError
 from lamella.models.layout import pack_rows
 from tests.conftest import random_rows
 from tests.fixtures import dense_config, moe_config
@@ -114,7 +115,7 @@ def test_base_and_adapter_parts_by_hand(made):
     assert plan.fixed["packed layers held"] == store.group_bytes(0) + store.group_bytes(1)
     assert plan.fixed["dequantised layer"] == 4 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128)
     assert plan.peak_bytes == sum(plan.parts.values())
-    assert plan.beyond_imports_bytes == plan.peak_bytes - 1000
+    assert plan.beyond_program_bytes == plan.peak_bytes - 1000 - plan.parts["libraries"]
     on_disk = predict(engine.walk, [[64]], [32], kept=False, imports_bytes=1000, state_on_disk=True)
     assert on_disk.fixed["moments"] == 8 * parameters / 2
 
@@ -141,3 +142,45 @@ def test_the_plan_names_its_peak():
     assert plan.moment == "b"
     assert plan.parts == {"imports": 5, "x": 10, "y": 10}
     assert plan.lines()[0].split()[0] == "10"
+
+
+def test_a_budget_below_the_least_is_refused_with_its_parts(made):
+    store, _ = made(dense_config(layers=6))
+    engine = Engine.open(store, dtype="fp32", budget_bytes=1 << 20)
+    engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
+    with pytest.raises(UserError, match=r"(?s)memory.budget is 1.05 MB, but a step of 700 tokens .*adapter values: 4 B x"):
+        engine.fit([[300, 400]], [300])
+
+
+@pytest.mark.parametrize("held", [0, 2, 6])
+def test_what_steps_take_is_set_aside_before_layers_are_held(held, made):
+    store, _ = made(dense_config(layers=6))
+    rows = random_rows((30, 40, 50))
+    whole = opened(store, "always")
+    plan = predict(whole.walk, [[30, 40], [50]], [35, 25], kept=False, imports_bytes=0)
+    base = whole.walk.weights.residency
+    aside = plan.beyond_program_bytes - base.total_bytes
+    size = store.group_bytes(0)
+    budget = aside + base.fixed_bytes + (held if held == 6 else 2 + held) * size
+    engine = Engine.open(store, dtype="fp32", budget_bytes=budget + 4096)
+    engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
+    assert engine.fit([[30, 40], [50]], [35, 25]).parts["adapter values"] == plan.parts["adapter values"]
+    assert engine.walk.weights.residency.resident == tuple(range(held))
+    found = []
+    for e in (whole, engine):
+        out = e.step([pack_rows(rows[:2]), pack_rows(rows[2:])], step_index=0, label_tokens=9)
+        found.append((out.loss_sum, [p.grad for p in e.adapter.parameters().values()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert engine.walk.steps_recomputed == 1, "what is left is too little to keep activations"
+
+
+def test_room_that_is_left_keeps_activations(made):
+    store, _ = made(dense_config(layers=6))
+    engine = Engine.open(store, dtype="fp32", budget_bytes=1 << 30)
+    engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
+    engine.fit([[30, 40, 50]], [60])
+    assert len(engine.walk.weights.residency.resident) == 6
+    engine.step([pack_rows(random_rows((30, 40, 50)))], step_index=0, label_tokens=9)
+    assert engine.walk.steps_kept == 1
+    assert opened(store, "auto").fit([[30]], [15]) is None, "no budget, nothing to fit"
