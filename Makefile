@@ -24,7 +24,13 @@ test-slow: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(PY) -m bench.kernels
 	$(PY) -m bench.attention
+	$(PY) -m bench.experts
 	$(PY) -m bench.quantize
+	$(PY) -m bench.layers
+	$(PY) -m bench.memory
+	$(PY) -m bench.checkpoint
+	$(PY) -m bench.scale
+	$(PY) -m bench.size
 	$(PY) -m bench.train
 
 lint: $(VENV)/.dev

@@ -28,6 +28,7 @@ from safetensors.torch import save_file  # isort: skip
 from bench.report import Line, compare, fastest_peer
 from lamella.config import TrainConfig
 from lamella.errors import UserError
+from lamella.hardware.allocator import TUNABLES
 from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 
 SEQUENCES, TOKENS, PROMPT_TOKENS = 2, 512, 256
@@ -121,7 +122,8 @@ def run_case(case: Case, folder: Path, parameters: int, args: argparse.Namespace
     failed: dict[str, str] = {}
     for run in range(args.runs):
         print(f"{case.name}: run {run + 1} of {args.runs}", file=sys.stderr)
-        ours.append(peers.ask([sys.executable, "-m", "bench.own_train"], job))
+        # the heap's settings that the `lamella` command gives itself
+        ours.append(peers.ask([sys.executable, "-m", "bench.own_train"], job, {"GLIBC_TUNABLES": TUNABLES}))
         for peer in chosen:
             if peer.name in failed:
                 continue
