@@ -148,7 +148,9 @@ def test_a_budget_below_the_least_is_refused_with_its_parts(made):
     store, _ = made(dense_config(layers=6))
     engine = Engine.open(store, dtype="fp32", budget_bytes=1 << 20)
     engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
-    with pytest.raises(UserError, match=r"(?s)memory.budget is 1.05 MB, but a step of 700 tokens .*adapter values: 4 B x"):
+    with pytest.raises(
+        UserError, match=r"(?s)memory.budget is 1.05 MB, but a step of 700 tokens .*adapter values: 4 B x"
+    ):
         engine.fit([[300, 400]], [300])
 
 
