@@ -116,6 +116,7 @@ def test_base_and_adapter_parts_by_hand(made):
     assert plan.fixed["dequantised layer"] == 4 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128)
     assert plan.peak_bytes == sum(plan.parts.values())
     assert plan.beyond_program_bytes == plan.peak_bytes - 1000 - plan.parts["libraries"]
+    assert "compiled products" not in plan.parts, "fp32 compiles none"
     on_disk = predict(engine.walk, [[64]], [32], kept=False, imports_bytes=1000, state_on_disk=True)
     assert on_disk.fixed["moments"] == 8 * parameters / 2
 
