@@ -63,12 +63,11 @@ CASES = (
 
 def measure(case: Case, store_folder: Path, steps: int, recompute: str, threads: int) -> dict[str, Any]:
     """Train some steps; the first two are not counted."""
-    from lamella.engine.flops import FlopCounter
-    from lamella.hardware.matmul import matmul_rate
-
     from lamella.adapter import Adapter
     from lamella.config import LoraConfig, TrainConfig
     from lamella.engine import Engine
+    from lamella.engine.flops import FlopCounter
+    from lamella.hardware.matmul import matmul_rate
     from lamella.models.layout import pack_rows
     from lamella.store.reader import Store
     from lamella.train.optimizer import Optimizer

@@ -80,19 +80,19 @@ class Case:
 
 CASES = (
     Case("30B", qwen3_moe(48, 2048, 32, 768), 5 * 10**9, "2.2GB"),
-    Case("235B", qwen3_moe(94, 4096, 64, 1536), 8 * 10**9, "4.5GB", shared=True),
+    Case("235B", qwen3_moe(94, 4096, 64, 1536), 8 * 10**9, "6.5GB", shared=True),
     # the demo's model, SmolLM2-135M, on one row of 16k tokens
     Case("16k", _SMOLLM2_135M, 4 * 10**9, "2GB", rows=1, row_tokens=16384),
 )
 _SMALL = {"vocab_size": 2048, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32, "max_position_embeddings": 2048,
           "eos_token_id": 2047}  # fmt: skip
 TINY = (
-    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "2.4MB", rows=2, row_tokens=64),
+    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "7MB", rows=2, row_tokens=64),
     Case(
         "tiny shared",
         qwen3_moe(12, 128, 4, 64, **_SMALL),
         GIB,
-        "2.4MB",
+        "7MB",
         state="disk",
         shared=True,
         rows=2,

@@ -90,8 +90,9 @@ class Engine:
         Args:
             dtype: "auto", "bf16", "fp16" or "fp32"; what layers compute in.
             budget_bytes: for base weights and kept activations, and after `fit` for all that steps take; None: all packed
-                layers in memory, and up to half the machine's memory for kept activations. On CUDA it is device memory, None is a share of what is
-                free, and half of what weights leave of it is for boundary activations: the others go to host memory.
+                layers in memory, and up to half the machine's memory for kept activations. On CUDA it is device memory,
+                None is a share of what is free, and half of what weights leave of it is for boundary activations: the
+                others go to host memory.
             recompute: "always" recomputes each layer going back, "never" keeps all activations, "auto" keeps them when
                 they fit the budget.
             threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).

@@ -60,6 +60,8 @@ class HeapShares:
 TUNED_HEAP = HeapShares(1.3, 0.19, 0.35)
 DEFAULT_HEAP = HeapShares(1.6, 0.25, 0.3)
 """By whether `hardware.allocator` tuned the heap."""
+PROGRAM = ("imports", "libraries", "compiled products")
+"""Parts that `memory.budget` does not count."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "addmm_", "_addmm_activation")
 
 
@@ -222,8 +224,8 @@ class MemoryPlan:
 
     @property
     def beyond_program_bytes(self) -> int:
-        """Without imports and libraries: what the model, the adapter and the step take."""
-        return self.peak_bytes - round(self.fixed.get("imports", 0)) - round(self.fixed.get("libraries", 0))
+        """Without imports, libraries and what they compile: what the model, the adapter and the step take."""
+        return self.peak_bytes - sum(self.parts.get(name, 0) for name in PROGRAM)
 
     def lines(self) -> list[str]:
         """One line per part, largest first, with its formula."""

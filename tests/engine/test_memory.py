@@ -116,6 +116,7 @@ def test_base_and_adapter_parts_by_hand(made):
     assert plan.fixed["dequantised layer"] == 4 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128)
     assert plan.peak_bytes == sum(plan.parts.values())
     assert plan.beyond_program_bytes == plan.peak_bytes - 1000 - plan.parts["libraries"]
+    assert "compiled products" not in plan.parts, "fp32 compiles none"
     on_disk = predict(engine.walk, [[64]], [32], kept=False, imports_bytes=1000, state_on_disk=True)
     assert on_disk.fixed["moments"] == 8 * parameters / 2
 
@@ -148,7 +149,9 @@ def test_a_budget_below_the_least_is_refused_with_its_parts(made):
     store, _ = made(dense_config(layers=6))
     engine = Engine.open(store, dtype="fp32", budget_bytes=1 << 20)
     engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
-    with pytest.raises(UserError, match=r"(?s)memory.budget is 1.05 MB, but a step of 700 tokens .*adapter values: 4 B x"):
+    with pytest.raises(
+        UserError, match=r"(?s)memory.budget is 1.05 MB, but a step of 700 tokens .*adapter values: 4 B x"
+    ):
         engine.fit([[300, 400]], [300])
 
 

@@ -33,10 +33,10 @@ def whole(tmp_path_factory):
     rows = [{**row, "id": 12 * k + row["id"]} for k in range(5) for row in fixtures.chat12()]
     fixtures.write_jsonl(folder / "rows.jsonl", rows)
     (folder / "run.toml").write_text(
-        f'store = "store"\nruns_dir = "runs"\n[data]\ntrain = ["rows.jsonl"]\n[lora]\nrank = 4\ndropout = 0.1\n'
-        f'[train]\nrows_per_step = 4\nepochs = 3\nschedule = "constant"\nwarmup_steps = 0\nlearning_rate = 0.01\n'
-        f'[memory]\nbudget = "1GB"\nrecompute = "always"\n[compute]\ndtype = "fp32"\nthreads = 1\n'
-        f"[checkpoint]\nevery_steps = 4\n"
+        'store = "store"\nruns_dir = "runs"\n[data]\ntrain = ["rows.jsonl"]\n[lora]\nrank = 4\ndropout = 0.1\n'
+        '[train]\nrows_per_step = 4\nepochs = 3\nschedule = "constant"\nwarmup_steps = 0\nlearning_rate = 0.01\n'
+        '[memory]\nbudget = "1GB"\nrecompute = "always"\n[compute]\ndtype = "fp32"\nthreads = 1\n'
+        "[checkpoint]\nevery_steps = 4\n"
     )
     text, budget = (folder / "run.toml").read_text(), streaming_budget(folder / "run.toml")
     (folder / "run.toml").write_text(text.replace("1GB", str(budget)))
