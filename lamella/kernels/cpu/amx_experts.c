@@ -108,8 +108,8 @@ static void load_scales(const experts_job *job, const expert_matrix *m, float *o
     }
 }
 
-/* 64 rows from `first` of a matrix of `columns` as left tiles [4][columns / 32]; `stride` 4 deals rows out to the four
-   tiles in turn (quad order), 1 gives each 16 that follow one another. */
+/* 64 rows from `first` of a matrix of `columns` as left tiles [4][columns / 32]: dealt out to the four tiles in turn (quad
+   order), or 16 that follow one another to each. */
 static void undo_left(const uint8_t *codes, const float *scales, int64_t columns, int64_t first, int by_quads, bf16 *out) {
     const int64_t depth = columns / DEPTH, blocks = columns / PANEL;
     for (int64_t row = 0; row < PANEL; row++) {
@@ -548,12 +548,11 @@ static void outer_back(const experts_job *job, const scratch *s, const expert_ma
 
 static void backward_chunk(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t first, int64_t rows,
                            int64_t of_expert, int64_t in_expert) {
-    const int64_t kt = up_to(rows, DEPTH), h = job->hidden, inner = job->inner;
+    const int64_t h = job->hidden, inner = job->inner;
     const int64_t left = (s->r1 > s->r2 ? s->r1 : s->r2) * (s->chunk / DEPTH) * TILE;
     const int keep = in_expert > 0;
     const float *weight = job->weight + first;
     bf16 *u1_left = s->left, *u2_left = s->left + left, *xa1_left = s->left + 2 * left, *xa2_left = s->left + 3 * left;
-    (void)kt;
     gather_left(job->dout, h, job->token + first, rows, s->rows);
     if (job->rank2) {
         const bf16 *d[1] = {s->rows};
