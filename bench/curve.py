@@ -1,7 +1,7 @@
 """Real loss curves in bf16 and in fp32: `python -m bench.curve`.
 
 Trains the demo's model (SmolLM2-135M) on the demo's rows three times from the same adapter on the same batches:
-`bf16` as users train (all fast paths), `bf16-plain` and `fp32` on plain torch (`LAMELLA_KERNELS=torch`), each in a
+`bf16` as users train (all fast paths), `bf16-plain` on plain torch (`LAMELLA_KERNELS=torch`), `fp32`, each in a
 process of its own. fp32 is the reference; how far plain bf16 lies from it is what bf16 rounding itself costs, and the
 change of the loss from one batch to the next is what a user sees as noise.
 
@@ -32,9 +32,10 @@ PLAIN = {"LAMELLA_KERNELS": "torch", "LAMELLA_ATTENTION": "torch"}
 SIDES: dict[str, tuple[str, dict[str, str]]] = {
     "bf16": ("bf16", {}),
     "bf16-plain": ("bf16", PLAIN),
-    "fp32": ("fp32", PLAIN),
+    "fp32": ("fp32", {}),
 }
-"""Name -> (compute.dtype, environment)."""
+"""Name -> (compute.dtype, environment). fp32 is what its tests hold to transformers + PEFT, every gradient to 1e-5
+(`tests/engine/test_families.py`); on plain torch it would take an hour."""
 REFERENCE = "fp32"
 
 
