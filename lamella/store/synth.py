@@ -126,11 +126,9 @@ def synthesize_store(
         os.rename(partial, store)
         fsync_path(store.resolve().parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot be written: {error.strerror}", fix="check the disk", path=partial) from error
-    except BaseException:
+    finally:  # renamed by now, or of no use
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     return manifest
 
 
