@@ -15,59 +15,28 @@ import itertools
 import json
 import statistics
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from bench.size import Case, make_store, write_rows
+from bench.size import SMOLLM2_135M, Case, make_store, timed_run, write_rows
 from lamella.config import build_run_config
 from lamella.errors import UserError
+from lamella.hardware.allocator import restart_tuned
 
 BAR = 0.02
-SMOLLM2_135M: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
-    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-    "intermediate_size": 1536, "max_position_embeddings": 32768, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "eos_token_id": 49151, "dtype": "bfloat16",
-}  # fmt: skip
 
 
-class _Timed:
-    """A run's rows, noting when the loop asks for a step's."""
-
-    def __init__(self, data: Any, starts: list[float]) -> None:
-        self._data, self._starts = data, starts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._data, name)
-
-    def rows_of(self, step_index: int) -> Any:
-        self._starts.append(time.perf_counter())
-        return self._data.rows_of(step_index)
-
-
-def timed_run(case: Case, folder: Path, steps: int, every: int) -> tuple[list[float], int]:
+def turns_of(case: Case, folder: Path, steps: int, every: int) -> tuple[list[float], int]:
     """Seconds of each whole turn of the loop (step, metrics, save), and the bytes of a checkpoint."""
-    from lamella.train import loop
-    from lamella.train.assemble import assemble_parts
-
     rows = folder / "rows.jsonl"
     write_rows(rows, case, steps)
-    starts: list[float] = []
-
-    def assemble(*args: Any) -> Any:
-        parts = assemble_parts(*args)
-        return replace(parts, data=_Timed(parts.data, starts))
-
     config = build_run_config({
         "store": str(make_store(folder, case)), "runs_dir": str(folder), "name": f"every-{every}",
         "data": {"train": [str(rows)], "max_tokens": 4 * case.row_tokens}, "lora": {"rank": 16},
         "train": {"steps": steps, "rows_per_step": case.rows, "micro_batch_tokens": 4 * case.row_tokens},
         "checkpoint": {"every_steps": every},
     })  # fmt: skip
-    run_dir = loop.train_run(config, "fresh", assemble).run_dir
-    newest = max((run_dir / "checkpoints").iterdir())
+    result, starts = timed_run(config)
+    newest = max((result.run_dir / "checkpoints").iterdir())
     turns = [b - a for a, b in itertools.pairwise(starts)]
     return turns, sum(p.stat().st_size for p in newest.iterdir())
 
@@ -99,7 +68,7 @@ def main() -> None:
     case = Case("smollm2-135m", config, 0, "", rows=4, row_tokens=max(args.tokens // 4, 8))
     every = 4
     with tempfile.TemporaryDirectory() as scratch:
-        turns, nbytes = timed_run(case, Path(scratch), args.steps, every)
+        turns, nbytes = turns_of(case, Path(scratch), args.steps, every)
     step_s, save_s = share(turns[4:], every)
     print(json.dumps({
         "case": "checkpoint after every step", "parameters_bytes": nbytes, "tokens_per_step": args.tokens,
@@ -109,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_tuned()
     main()

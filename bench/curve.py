@@ -26,6 +26,7 @@ from typing import Any
 from bench.plot import Panel, svg
 from lamella.errors import UserError
 from lamella.files import write_text
+from lamella.hardware.allocator import restart_tuned
 
 ROOT = Path(__file__).parent.parent
 PLAIN = {"LAMELLA_KERNELS": "torch", "LAMELLA_ATTENTION": "torch"}
@@ -170,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_tuned()
     main()

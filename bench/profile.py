@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from bench.own_train import Side
 from bench.train import CASES, Case, make_inputs, make_job
 from lamella.errors import UserError
+from lamella.hardware.allocator import restart_tuned
 
 PREFIX = "lamella_"
 MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "matmul", "linear", "einsum", "_grouped_mm")
@@ -169,4 +170,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_tuned()
     main()

@@ -4,7 +4,8 @@ For a Qwen3-30B-A3B-shaped and a Qwen3-235B-A22B-shaped store of random weights 
 shares one file between its layers), whole optimizer steps of at least 1,024 tokens are taken by `lamella train`'s own
 loop, with LoRA on attention and on experts, in a process of its own under a memory limit that the kernel enforces. A third
 case is one row of 16k tokens on the demo's model. One JSON line per case: peak resident set (VmHWM), the bar, the limit and
-what held it, seconds, tokens/s, bytes read from storage, and what the receipt says.
+what held it, seconds, seconds from the process's start to its first step (imports included), tokens/s, bytes read from
+storage, and what the receipt says.
 
     python -m bench.size [--case 30B] [--folder DIR] [--steps 1] [--tiny]
 
@@ -22,13 +23,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lamella.errors import UserError
+from lamella.hardware.allocator import restart_tuned
 from lamella.hardware.limit import MemoryLimit, memory_limit
 from lamella.store.tokens import FIRST_WORD, word
+
+if TYPE_CHECKING:
+    from lamella.config import RunConfig
+    from lamella.train.loop import TrainResult
 
 ROOT = Path(__file__).parent.parent
 GIB = 1 << 30
@@ -48,7 +54,7 @@ def qwen3_moe(layers: int, hidden: int, heads: int, inner: int, **more: Any) -> 
     }  # fmt: skip
 
 
-_SMOLLM2_135M: dict[str, Any] = {
+SMOLLM2_135M: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
     "intermediate_size": 1536, "max_position_embeddings": 32768, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
@@ -66,6 +72,7 @@ class Case:
         state: memory.state of the run.
         shared: layers share one file.
         rows, row_tokens: what one step trains on.
+        threads: compute.threads of the run; None: the default.
     """
 
     name: str
@@ -76,18 +83,19 @@ class Case:
     shared: bool = False
     rows: int = 2
     row_tokens: int = 512
+    threads: int | None = None
 
 
 CASES = (
     Case("30B", qwen3_moe(48, 2048, 32, 768), 5 * 10**9, "2.2GB"),
     Case("235B", qwen3_moe(94, 4096, 64, 1536), 8 * 10**9, "6.5GB", shared=True),
     # the demo's model, SmolLM2-135M, on one row of 16k tokens
-    Case("16k", _SMOLLM2_135M, 4 * 10**9, "2GB", rows=1, row_tokens=16384),
+    Case("16k", SMOLLM2_135M, 4 * 10**9, "2GB", rows=1, row_tokens=16384),
 )
 _SMALL = {"vocab_size": 2048, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32, "max_position_embeddings": 2048,
           "eos_token_id": 2047}  # fmt: skip
 TINY = (
-    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "7MB", rows=2, row_tokens=64),
+    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "7MB", rows=2, row_tokens=64, threads=1),
     Case(
         "tiny shared",
         qwen3_moe(12, 128, 4, 64, **_SMALL),
@@ -97,6 +105,7 @@ TINY = (
         shared=True,
         rows=2,
         row_tokens=64,
+        threads=1,
     ),
 )
 
@@ -136,6 +145,7 @@ def run_toml(case: Case, store: Path, rows: Path, folder: Path, steps: int) -> P
         f"[lora]\nrank = 16\n[train]\nsteps = {steps}\nrows_per_step = {case.rows}\nwarmup_steps = 0\n"
         f'micro_batch_tokens = {longest}\n[memory]\nbudget = "{case.budget}"\nrecompute = "always"\n'
         f'state = "{case.state}"\n[checkpoint]\nevery_steps = 0\nkeep = 1\n'
+        + (f"[compute]\nthreads = {case.threads}\n" if case.threads else "")
     )
     return file
 
@@ -148,16 +158,43 @@ def read_bytes() -> int:
     return 0
 
 
-def child(file: Path) -> None:
+class TimedRows:
+    """A run's rows, noting when the loop asks for a step's (seconds of `time.monotonic`, one clock for all processes)."""
+
+    def __init__(self, data: Any, starts: list[float]) -> None:
+        self._data, self._starts = data, starts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def rows_of(self, step_index: int) -> Any:
+        self._starts.append(time.monotonic())
+        return self._data.rows_of(step_index)
+
+
+def timed_run(config: RunConfig) -> tuple[TrainResult, list[float]]:
+    """Train by `lamella train`'s own loop, starting over; returns its result and when each step began."""
+    from lamella.train.assemble import assemble_parts
+    from lamella.train.loop import train_run
+
+    starts: list[float] = []
+
+    def assemble(*args: Any) -> Any:
+        parts = assemble_parts(*args)
+        return replace(parts, data=TimedRows(parts.data, starts))
+
+    return train_run(config, "fresh", assemble), starts
+
+
+def child(file: Path, spawned_s: float) -> None:
     """What runs under the limit: the training loop, and its figures on the last line of stdout."""
     from lamella.config import load_run_config
     from lamella.hardware.memory import peak_rss_bytes
-    from lamella.train.loop import train_run
 
     begin_s = time.perf_counter()
-    result = train_run(load_run_config(file), "fresh")
+    result, starts = timed_run(load_run_config(file))
     figures = {"seconds": time.perf_counter() - begin_s, "peak_rss_bytes": peak_rss_bytes(), "bytes_read": read_bytes(),
-               "receipt": str(result.receipt_path)}  # fmt: skip
+               "start_up_s": starts[0] - spawned_s, "receipt": str(result.receipt_path)}  # fmt: skip
     print(json.dumps(figures))
 
 
@@ -178,7 +215,7 @@ def measure(case: Case, folder: Path, steps: int) -> dict[str, Any]:
         rows = Path(scratch) / "rows.jsonl"
         write_rows(rows, case, steps)
         file = run_toml(case, store, rows, Path(scratch), steps)
-        done = limited([sys.executable, "-m", "bench.size", "--child", str(file)], limit)
+        done = limited([sys.executable, "-m", "bench.size", "--child", str(file), str(time.monotonic())], limit)
         common = {
             "case": case.name, "layers": case.config["num_hidden_layers"], "bar_bytes": case.bar_bytes,
             "limit_bytes": limit_bytes, "limit": limit.kind, "group_peak_bytes": limit.peak_bytes(),
@@ -200,6 +237,7 @@ def _told(
     return {
         "ok": receipt["status"] == "ok" and figures["peak_rss_bytes"] <= case.bar_bytes,
         "peak_rss_bytes": figures["peak_rss_bytes"], "seconds": round(figures["seconds"], 1),
+        "start_up_s": round(figures["start_up_s"], 2),
         "steps": len(metrics), "step_s": [round(s, 2) for s in step_s],
         "tokens_per_step": [line["tokens"] for line in metrics],
         "tokens_per_s": round(sum(line["tokens"] for line in metrics) / sum(step_s), 2),
@@ -218,10 +256,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a case")
     parser.add_argument("--folder", type=Path, help="keep the stores here; default: a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="the same way with tiny shapes")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        child(args.child)
+        child(Path(args.child[0]), float(args.child[1]))
         return
     if args.steps < 1:
         raise UserError(f"--steps is {args.steps}", fix="take 1 or more")
@@ -236,4 +274,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_tuned()
     main()

@@ -136,6 +136,51 @@ class ComputeConfig(Section):
     """CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS)."""
 
 
+class DeviceConfig(Section):
+    """One entry of `[[devices]]`: rank r of a run uses entry r."""
+
+    device: str = "cpu"
+    """Torch device."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of this rank; None: an even part of the cores."""
+    budget: Size | None = None
+    """As `memory.budget`, for this rank."""
+    slowdown: float | tuple[tuple[int, float], ...] = 1.0
+    """Computing takes so many times as long (the rank sleeps): a stand-in for a slower device. Or pairs of a step (from
+    0) and the factor from that step on, such as [[0, 1.0], [10, 2.0]]."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DeviceConfig:
+        factors = [self.slowdown] if isinstance(self.slowdown, float) else [factor for _, factor in self.slowdown]
+        if not factors or min(factors) < 1:
+            raise ValueError(f"slowdown must be 1 or more, got {self.slowdown}")
+        return self
+
+
+class SplitConfig(Section):
+    kind: Literal["auto", "tokens", "stages", "experts"] = "auto"
+    """`tokens`: every device walks all layers over its share of a step's sequences; `stages`: each has a run of layers;
+    `experts`: each has a part of every layer's experts and attention heads; `auto`: the fastest that fits."""
+    stages: tuple[int, ...] | None = None
+    """With `stages`: devices per stage, in order, such as [2, 1]; several in one stage share its sequences. None: found."""
+    layers: tuple[int, ...] | None = None
+    """With `stages`: layers per stage. None: found."""
+    shares: tuple[float, ...] | None = None
+    """Share of the work of each device (within its stage); None: by measured speed."""
+    groups: int | None = Field(None, ge=1)
+    """With `stages`: groups of micro-batches in flight; None: found."""
+    rebalance: bool = True
+    """Adapt shares (and layers per stage) to measured step times. Changes the result by rounding alone; False with
+    `shares` given makes runs repeat bit for bit."""
+    gather: Literal["auto", "never", "always"] = "auto"
+    """Each device reads 1/N of a streamed layer and gets the rest from its peers; `auto`: where peer links are faster."""
+
+
+class TraceConfig(Section):
+    steps: int = Field(5, ge=0)
+    """Last steps that `trace.json` shows; 0: no trace."""
+
+
 class CheckpointConfig(Section):
     every_steps: int = Field(50, ge=0)
     """Save adapter, optimizer and position every so many steps; 0: only at the end. A checkpoint becomes complete
@@ -174,6 +219,12 @@ class RunConfig(Section):
     """Residency and recompute."""
     compute: ComputeConfig = ComputeConfig()
     """Device and dtype."""
+    devices: tuple[DeviceConfig, ...] = ()
+    """One entry per rank; empty: `compute` says it, or every visible GPU is one."""
+    split: SplitConfig = SplitConfig()
+    """How several devices share the work."""
+    trace: TraceConfig = TraceConfig()
+    """What each device spends its time on."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     validation: ValidationConfig = ValidationConfig()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lamella"
-ORDER = ["errors", "units", "config", "console", "files", "hardware", "kernels", "checkpoint", "store", "models", "adapter",
-         "data", "engine", "train", "eval", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
+ORDER = ["errors", "units", "config", "console", "files", "trace", "hardware", "ranks", "kernels", "checkpoint", "store",
+         "models", "adapter", "data", "plan", "engine", "train", "eval", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
 
 
 def imports_of(file: Path) -> set[str]:

@@ -30,11 +30,11 @@ from lamella.engine.memory import shape_of
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
+from lamella.ranks.group import Ranks
 from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
-from lamella.train.ranks import Ranks
 from lamella.train.state import check_validation
 from lamella.units import format_bytes, parse_bytes
 

@@ -26,12 +26,12 @@ from lamella.console import notice, progress
 from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
+from lamella.ranks.group import Ranks
 from lamella.train import receipt as receipts
 from lamella.train.checkpoint import load_optimizer, load_state
 from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts, StepRows, TrainResult
-from lamella.train.ranks import Ranks
 from lamella.train.state import (
     Best,
     RunState,

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from lamella.config import RunConfig, build_run_config
 from lamella.errors import UserError
 from lamella.models.layout import pack_rows
+from lamella.ranks.group import Ranks
 from lamella.train.loop import train_run
 from lamella.train.parts import Base, Parts, StepRows
-from lamella.train.ranks import Ranks
 from lamella.units import parse_bytes
 
 BASE_ROW = {"class": "attention", "format": "nf4", "dtype": "bfloat16", "count": 1, "parameters": 64, "bytes": 36}

@@ -9,12 +9,12 @@ from lamella.adapter import Adapter
 from lamella.config import LoraConfig, TrainConfig
 from lamella.errors import RunFailed
 from lamella.models.skeleton import Skeleton, load_config
+from lamella.ranks.group import Ranks
 from lamella.store.reader import Store
 from lamella.train.asked import asked_of_adapter, asked_of_engine, asked_of_optimizer, compare, optimizer_in_effect
 from lamella.train.assemble import assemble_parts, settings_of, targets_of
 from lamella.train.loop import train_run
 from lamella.train.optimizer import Optimizer
-from lamella.train.ranks import Ranks
 from tests.train import fake
 
 

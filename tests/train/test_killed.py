@@ -15,9 +15,9 @@ import pytest
 from lamella.config import load_run_config
 from lamella.engine.memory import TUNED_HEAP
 from lamella.hardware.allocator import wants_restart
+from lamella.ranks.group import Ranks
 from lamella.store.quantize import quantize_checkpoint
 from lamella.train.assemble import assemble_parts
-from lamella.train.ranks import Ranks
 from tests import fixtures
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from lamella.config import load_run_config
 from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.models.layout import pack_rows
+from lamella.ranks.group import Ranks
 from lamella.store.quantize import quantize_checkpoint
 from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
-from lamella.train.ranks import Ranks
 from tests import fixtures
 from tests.train import fake
 from tests.train.processes import LIMIT_S, free_port, run_ranks, start

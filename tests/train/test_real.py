@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from lamella.errors import RunFailed, UserError
+from lamella.ranks.group import Ranks
 from lamella.store.reader import Store
 from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
-from lamella.train.ranks import Ranks
 from tests.train.conftest import start_losses
 
 ADAPTER = "adapter_model.safetensors"

@@ -13,11 +13,11 @@ from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.errors import UserError
 from lamella.models.layout import pack_rows
+from lamella.ranks.group import Ranks
 from lamella.store.quantize import quantize_checkpoint
 from lamella.store.reader import Store
 from lamella.train.assemble import assemble_parts, open_rows
 from lamella.train.loop import train_run
-from lamella.train.ranks import Ranks
 from tests import fixtures
 from tests.conftest import random_rows
 from tests.oracle import load_reference, write_dequantised

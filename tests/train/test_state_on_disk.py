@@ -9,10 +9,10 @@ import torch
 from lamella.adapter.pages import STATE_BYTES
 from lamella.config import TrainConfig
 from lamella.errors import UserError
+from lamella.ranks.group import Ranks
 from lamella.train.assemble import assemble_parts, pages_folder
 from lamella.train.loop import train_run
 from lamella.train.optimizer import Optimizer
-from lamella.train.ranks import Ranks
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 CHECKPOINT = ("adapter_model.safetensors", "optimizer.safetensors")
