@@ -14,7 +14,9 @@ from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
 from lamella.engine.memory import MemoryPlan, predict
-from lamella.engine.walk import StepOutput, Walk
+from lamella.engine.stages import RankWork, whole_work
+from lamella.engine.step import StepOutput, evaluate
+from lamella.engine.walk import Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.hardware.allocator import is_tuned
@@ -173,7 +175,7 @@ class Engine:
             return None
         plan = predict(self.walk, lengths, positions, kept=self.recompute == "never", imports_bytes=0,
                        state_on_disk=self.adapter.pages is not None, tuned_heap=is_tuned())  # fmt: skip
-        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        sizes = [self.store.group_bytes(i) for i in weights.layers]
         fixed = weights.residency.fixed_bytes
         self.plan = plan
         aside = plan.beyond_program_bytes - weights.residency.total_bytes
@@ -195,11 +197,17 @@ class Engine:
         """What this device multiplies in the compute dtype, measured once per process: utilisation is a share of it."""
         return matmul_rate(self.walk.weights.device, self.skeleton.dtype)
 
+    def assign(self, first: int, last: int) -> None:
+        """Hold layers [first, last) from now on (a stage of a pipeline); nothing to do when they are held already."""
+        weights = self.walk.weights
+        if weights.layers != range(first, last):
+            weights.assign(range(first, last), self.budget_bytes)
+
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
+        self, given: Sequence[PackedBatch] | RankWork, *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
         beside_base: bool = False,
     ) -> StepOutput:  # fmt: skip
-        """All micro-batches through all layers and back.
+        """All micro-batches through all layers and back; or this rank's part of that (`stages.RankWork`).
 
         The loss is the summed cross-entropy divided by `label_tokens` (the whole step's, over all devices).
         Gradients are added to the adapter parameters' `.grad`, fp32. With `beside_base` the first micro-batch's loss
@@ -208,18 +216,25 @@ class Engine:
         if self.skeleton.dtype == torch.float16:
             raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
                             fix="use bf16 or fp32")  # fmt: skip
-        if not batches:
+        work = given if isinstance(given, RankWork) else whole_work(given, len(self.skeleton.layers))
+        if not isinstance(given, RankWork) and not given:
             if self.walk.adapter is not None:
                 for name, p in self.walk.adapter.parameters().items():
                     self.walk.adapter.add_gradient(name, torch.zeros_like(p))
             return StepOutput(0.0, 0, 0.0, [])
         again = self.walk.steps_recomputed
         out = self.walk.step(
-            batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
+            work, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
             beside_base=beside_base,
         )  # fmt: skip
-        layers = range(self._flops.first, len(self.skeleton.layers)) if self.walk.steps_recomputed > again else ()
-        return replace(out, flops=self._flops.step(batches, layers).total)
+        layers = range(work.first, work.last)
+        recomputed = range(max(self._flops.first, work.first), work.last) if self.walk.steps_recomputed > again else ()
+        batches = [task.batch for task in work.tasks if task.speaks]
+        return replace(out, flops=self._flops.step(batches, recomputed, layers).total)
+
+    def evaluate(self, work: RankWork) -> float:
+        """Summed cross-entropy over the label tokens of the micro-batches whose last stage is this rank's, forward only."""
+        return evaluate(self.walk, work)
 
     def score(self, batches: Sequence[PackedBatch], on_layer: Callable[[int], None] | None = None) -> list[Tensor]:
         """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""

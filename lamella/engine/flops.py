@@ -138,17 +138,21 @@ class FlopCounter:
             window = getattr(self.config, "sliding_window", None)
         return _Core(heads * (size + int(getattr(attention, "v_head_dim", size))), window, needs_input)
 
-    def step(self, batches: Sequence[PackedBatch], recomputed: Collection[int] = ()) -> StepFlops:
+    def step(
+        self, batches: Sequence[PackedBatch], recomputed: Collection[int] = (), layers: range | None = None
+    ) -> StepFlops:
         """FLOPs of forward and backward of these micro-batches.
 
         Args:
             recomputed: layers whose forward runs again in the backward walk.
+            layers: through these alone, and through the head when the last layer is one of them; None: all.
         """
+        layers = range(len(self._layers)) if layers is None else layers
         tokens = sum(b.tokens for b in batches)
         windows = {core.window for layer in self._layers for core in layer.cores}
         pairs = {window: sum(visible_pairs(b, window) for b in batches) for window in windows}
         out = StepFlops()
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers[layers.start : layers.stop], layers.start):
             trains, again = i >= self.first, int(i in recomputed)
             for w in layer.weights:
                 once = 2.0 * w.macs * tokens
@@ -161,7 +165,7 @@ class FlopCounter:
             for core in layer.cores:
                 out.attention += 2.0 * core.macs * pairs[core.window] * (
                     1 + again + 2 * (trains and core.needs_input))  # fmt: skip
-        positions = sum(int(b.score_tokens.numel()) for b in batches)
+        positions = sum(int(b.score_tokens.numel()) for b in batches) if layers.stop == len(self._layers) else 0
         passes = 2 if self.first < len(self._layers) else 1
         out.head = 2.0 * passes * positions * int(self.config.vocab_size) * int(self.config.hidden_size)
         return out

@@ -78,8 +78,11 @@ class Residency:
         return self.fixed_bytes + self.packed_bytes + self.slot_bytes
 
 
-def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None) -> Residency:
+def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, first: int = 0) -> Residency:
     """Keep as many packed layers as fit the budget, lowest first; the rest is streamed through two slots.
+
+    Args:
+        group_bytes: of the layers from `first` on.
 
     Raises:
         UserError: the budget does not even hold the fixed part and two slots.
@@ -87,7 +90,7 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
     everything = fixed_bytes + sum(group_bytes)
     layers = len(group_bytes)
     if budget_bytes is None or everything <= budget_bytes:
-        return Residency(tuple(range(layers)), (), fixed_bytes, sum(group_bytes), 0)
+        return Residency(tuple(range(first, first + layers)), (), fixed_bytes, sum(group_bytes), 0)
     slots = 2 * max(group_bytes)
     if fixed_bytes + slots > budget_bytes:
         raise UserError(
@@ -101,9 +104,10 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
         if size > left:
             break
         left -= size
-        resident.append(i)
-    kept = sum(group_bytes[i] for i in resident)
-    return Residency(tuple(resident), tuple(range(len(resident), layers)), fixed_bytes, kept, slots)
+        resident.append(first + i)
+    kept = sum(group_bytes[: len(resident)])
+    streamed = tuple(range(first + len(resident), first + layers))
+    return Residency(tuple(resident), streamed, fixed_bytes, kept, slots)
 
 
 class LayerWeights:
@@ -155,6 +159,8 @@ class LayerWeights:
         fixed = self._buffer.nbytes + self._kept_bytes()
         self._pin = device.type == "cuda"
         self.copier = CudaCopier(device) if copier is None and self._pin else copier
+        self.layers = range(layers)
+        self._host_bytes = host_bytes
         self.residency = self._plan(fixed, budget_bytes, host_bytes)
         self._streamed = frozenset(self.residency.streamed)
         self._packed: dict[int, PackedGroup] = {}
@@ -172,17 +178,18 @@ class LayerWeights:
         self._start_slots()
 
     def _plan(self, fixed: int, budget_bytes: int | None, host_bytes: int | None) -> Residency:
-        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        first, sizes = self.layers.start, [self.store.group_bytes(i) for i in self.layers]
         if self.copier is None:
-            return plan_residency(sizes, fixed, budget_bytes)
+            return plan_residency(sizes, fixed, budget_bytes, first)
         if host_bytes is None:
             host_bytes = int(memory_limit_bytes() * HOST_SHARE)
         if budget_bytes is None and self._pin:
             budget_bytes = default_budget(self.device) + self._buffer.nbytes
         placed = plan_placement(sizes, fixed, budget_bytes, host_bytes)
-        streamed = tuple(i for i in range(len(sizes)) if i not in placed.device)
+        resident, pinned = (tuple(first + i for i in group) for group in (placed.device, placed.pinned))
+        streamed = tuple(i for i in self.layers if i not in resident)
         kept = sum(sizes[i] for i in placed.device)
-        return Residency(placed.device, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, placed.pinned)
+        return Residency(resident, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, pinned)
 
     # ---- sizes ----------------------------------------------------------------------------------
 
@@ -308,20 +315,34 @@ class LayerWeights:
             found.append(module.__dict__["lamella_packed"])
         return found
 
+    def assign(self, layers: range, budget_bytes: int | None) -> None:
+        """Between passes: from now on hold these layers alone, as the budget has room."""
+        self._stop_slots()
+        self.layers = layers
+        self.residency = self._plan(self.residency.fixed_bytes, budget_bytes, self._host_bytes)
+        self._streamed = frozenset(self.residency.streamed)
+        held = frozenset(self.residency.resident) if self.copier is None else frozenset[int]()
+        self._packed = {i: packed for i, packed in self._packed.items() if i in held}
+        self._pinned.clear()
+        self._arenas.clear()
+        self._start_slots()
+
     def limit(self, budget_bytes: int) -> None:
         """Between passes on a CPU: hold as many packed layers as this budget has room for, and stream the others."""
         assert self.copier is None, "layers are placed on the device when it is opened"
+        self.assign(self.layers, budget_bytes)
+
+    def _stop_slots(self) -> None:
+        """Wait for what is being read, and let go of the layer at work."""
+        if self._on_device is not None:
+            self._on_device.close()
+            self._on_device = None
         for future in (*self._first.values(), *self._loading.values()):
             future.result()
         self._reader.shutdown()
         for experts in self._experts[self.bound] if self.bound is not None else ():
             experts.group = None
-        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
-        self.residency = plan_residency(sizes, self.residency.fixed_bytes, budget_bytes)
-        self._streamed = frozenset(self.residency.streamed)
-        self._packed = {i: packed for i, packed in self._packed.items() if i not in self._streamed}
         self.bound = None
-        self._start_slots()
 
     # ---- at work --------------------------------------------------------------------------------
 
@@ -390,7 +411,7 @@ class LayerWeights:
         step = 1 if before is None or before < i else -1
         if self._on_device is not None:
             self._fetch_ahead(i, step)
-        elif 0 <= i + step < len(self._fills):
+        elif i + step in self.layers:
             self._request(i + step, i if i in self._slot_of else None)
 
     def _take(self, i: int) -> PackedGroup:
@@ -407,7 +428,8 @@ class LayerWeights:
         here = i not in self._packed
         if here:
             self._on_device.done(i)
-        coming = [n for n in range(i + step, len(self._fills) if step > 0 else -1, step) if n not in self._packed]
+        end = self.layers.stop if step > 0 else self.layers.start - 1
+        coming = [n for n in range(i + step, end, step) if n not in self._packed]
         coming = coming[: 1 if here else 2]
         for n in coming:
             self._on_device.fetch(n, self._pinned.get(n), (i, *coming))
