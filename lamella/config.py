@@ -230,6 +230,15 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     """Measuring while training."""
 
+    def for_rank(self, rank: int) -> RunConfig:
+        """The same with this rank's own device, threads and budget, where `devices` says them."""
+        if not self.devices:
+            return self
+        own = self.devices[rank]
+        compute = self.compute.model_copy(update={"device": own.device, "threads": own.threads or self.compute.threads})
+        memory = self.memory.model_copy(update={"budget": own.budget or self.memory.budget})
+        return self.model_copy(update={"compute": compute, "memory": memory})
+
 
 def _section_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
     for part in loc:

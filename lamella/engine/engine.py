@@ -14,6 +14,7 @@ from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
 from lamella.engine.memory import MemoryPlan, predict
+from lamella.engine.pace import Pace
 from lamella.engine.stages import RankWork, whole_work
 from lamella.engine.step import StepOutput, evaluate
 from lamella.engine.walk import Walk
@@ -85,7 +86,7 @@ class Engine:
     def open(
         cls, store: Store, adapter: Adapter | None = None, *, dtype: str = "auto", device: str = "cpu",
         budget_bytes: int | None = None, recompute: str = "auto", threads: int | None = None, seed: int = 0,
-        fused: bool = True,
+        fused: bool = True, pace: float | Sequence[tuple[int, float]] = 1.0,
     ) -> Engine:  # fmt: skip
         """Build the model of a store.
 
@@ -101,6 +102,7 @@ class Engine:
             seed: of dropout.
             fused: let fused kernels stand in for the family's modules that they are proven to equal (on a CPU that has
                 the instructions).
+            pace: how many times as long computing is to take (see `Pace`).
 
         Raises:
             UserError: unknown device, family or dtype, a store that does not fit the model, too small a budget.
@@ -132,6 +134,7 @@ class Engine:
         keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
         engine = cls(store, skeleton, Walk(skeleton, weights, seed, boundary_bytes), keep_bytes=keep, recompute=recompute,
                      budget_bytes=budget_bytes)  # fmt: skip
+        engine.walk.pace = Pace(pace)
         if adapter is not None:
             engine.attach(adapter)
         return engine
@@ -222,6 +225,7 @@ class Engine:
                 for name, p in self.walk.adapter.parameters().items():
                     self.walk.adapter.add_gradient(name, torch.zeros_like(p))
             return StepOutput(0.0, 0, 0.0, [])
+        self.walk.pace.begin_step(step_index)
         again = self.walk.steps_recomputed
         out = self.walk.step(
             work, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,

@@ -42,6 +42,17 @@ class StepFlops:
 
 
 @dataclass(frozen=True)
+class LayerFlops:
+    """Of one layer in a step: by token and by visible pair, in all and of the forward pass; `window` of the pairs."""
+
+    token: float
+    token_forward: float
+    pair: float
+    pair_forward: float
+    window: int | None
+
+
+@dataclass(frozen=True)
 class _Weight:
     """One frozen matrix: multiply-adds per token, its LoRA's rank x inputs and rank x outputs per token, and whether
     its input needs a gradient."""
@@ -137,6 +148,23 @@ class FlopCounter:
         if window is None and getattr(self.config, "layer_types", None) is None:
             window = getattr(self.config, "sliding_window", None)
         return _Core(heads * (size + int(getattr(attention, "v_head_dim", size))), window, needs_input)
+
+    def layer(self, i: int, recompute: bool) -> LayerFlops:
+        """One layer's FLOPs by token and by visible pair, of a step."""
+        layer, trains = self._layers[i], i >= self.first
+        again = int(recompute and trains)
+        per_token = forward = pair = pair_forward = 0.0
+        for w in layer.weights:
+            lora = 2.0 * (w.lora_inputs + w.lora_outputs)
+            forward += 2.0 * w.macs + lora
+            per_token += 2.0 * w.macs * (1 + again + (trains and w.needs_input)) + (3 + again) * lora
+            per_token -= 0.0 if w.needs_input else 2.0 * w.lora_inputs
+        window: int | None = None
+        for core in layer.cores:
+            window = core.window
+            pair_forward += 2.0 * core.macs
+            pair += 2.0 * core.macs * (1 + again + 2 * (trains and core.needs_input))
+        return LayerFlops(per_token, forward, pair, pair_forward, window)
 
     def step(
         self, batches: Sequence[PackedBatch], recomputed: Collection[int] = (), layers: range | None = None

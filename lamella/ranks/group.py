@@ -35,6 +35,7 @@ class Ranks:
         self.world = world
         self.timeout_s = timeout_s
         self._where = "before the first step"
+        self._groups: dict[tuple[int, ...], Group] = {}
 
     @classmethod
     def join(cls) -> Ranks:
@@ -108,6 +109,25 @@ class Ranks:
         for p, view in zip(live, views, strict=True):
             p.grad = view.view_as(p).to(p.device)
 
+    def subgroup(self, ranks: tuple[int, ...]) -> Group:
+        """The group of these ranks; every rank asks for the same ones in the same order."""
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(self, ranks, dist.new_group(list(ranks)) if self.world > 1 else None)
+        return self._groups[ranks]
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Start sending; the tensor must stay as it is until `wait`."""
+        return Pending(self, _plain(tensor), lambda t: dist.isend(t, to, tag=tag), f"send to rank {to}")
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Pending:
+        """Start receiving into `out` (contiguous)."""
+        return Pending(self, _plain(out), lambda t: dist.irecv(t, source, tag=tag), f"receive from rank {source}")
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """Rank `source`'s tensor, on every rank, in place."""
+        if self.world > 1:
+            self._call(lambda: dist.broadcast(_plain(tensor), source))
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; small picklable values only."""
         if self.world == 1:
@@ -149,6 +169,38 @@ class Ranks:
         box = [value]
         self._call(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor in a type that every backend passes on."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Pending:
+    """A transfer under way."""
+
+    def __init__(self, ranks: Ranks, tensor: Tensor, start: Callable[[Tensor], Any], what: str) -> None:
+        self._ranks, self._tensor, self._what = ranks, tensor, what
+        self._work = ranks._call(lambda: start(tensor))
+
+    def wait(self) -> None:
+        self._ranks._call(self._work.wait)
+
+
+class Group:
+    """Some of the ranks."""
+
+    def __init__(self, ranks: Ranks, members: tuple[int, ...], group: Any) -> None:
+        self._ranks, self.members, self._group = ranks, members, group
+
+    def sum_tensors_(self, tensors: Sequence[Tensor]) -> None:
+        """Add fp32 tensors up over the group, in place."""
+        if len(self.members) == 1 or not tensors:
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        self._ranks._call(lambda: dist.all_reduce(flat, group=self._group))
+        for t, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(total.view_as(t))
 
 
 def _timeout_s() -> float:

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 Cause = Literal["load", "dequantise", "compute", "send", "receive", "reduce", "wait_peer", "wait_disk", "wait_host",
                 "optimizer", "save"]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+BUSY: tuple[Cause, ...] = ("load", "dequantise", "compute")
+"""Causes that are the device's own work on a step."""
 
 
 @dataclass(frozen=True)

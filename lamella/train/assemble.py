@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from lamella.adapter.peft_format import load_adapter, load_values
 from lamella.checkpoint.facts import num_routed_experts
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.data.batching import StepPlanner, share_rows
+from lamella.data.batching import StepPlanner
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
@@ -35,6 +35,7 @@ from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
+from lamella.train.spread import SplitRows, check_devices
 from lamella.train.state import check_validation
 from lamella.units import format_bytes, parse_bytes
 
@@ -302,22 +303,37 @@ class LossValidation:
     """Mean loss per label token, and its exponential, over held-out rows; ranks share the rows (`parts.Validator`)."""
 
     engine: Engine
-    dataset: EncodedDataset
-    micro_batch_tokens: int
+    rows: Rows
     ranks: Ranks
+    spread: Spreads
     names: tuple[str, ...] = MEASURED
 
     def measure(self) -> dict[str, float]:
-        lengths = [row.tokens for row in self.dataset.rows]
-        mine = share_rows(lengths, [1.0] * self.ranks.world)[self.ranks.rank]
-        batches = self.dataset.batches(self.micro_batch_tokens, mine) if mine else []
-        local = sum(float(sums.sum()) for sums in self.engine.loss_sums(batches)) if batches else 0.0
+        numbers = range(len(self.rows.dataset.rows))
+        if self.spread.now is not None:
+            work = self.spread.now.part_of(numbers, self.rows)
+            local = self.engine.evaluate(work) if work is not None else 0.0
+        else:
+            local = sum(float(sums.sum()) for sums in self.engine.loss_sums(self.rows.pack(numbers)))
         (loss_sum,) = self.ranks.sum_numbers([local])
-        loss = loss_sum / sum(row.label_tokens for row in self.dataset.rows)
+        loss = loss_sum / sum(row.label_tokens for row in self.rows.dataset.rows)
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
+class Spreads:
+    """Makes the split of a run once its checkpoint is known, and holds it for validation."""
+
+    def __init__(self, make: Callable[[dict[str, Any] | None], SplitRows]) -> None:
+        self._make = make
+        self.now: SplitRows | None = None
+
+    def __call__(self, state: dict[str, Any] | None) -> SplitRows:
+        self.now = self._make(state)
+        return self.now
+
+
 def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
+    config = config.for_rank(ranks.rank)
     threads = config.compute.threads
     if threads is None and ranks.world > 1:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
@@ -326,24 +342,27 @@ def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
         store, dtype=config.compute.dtype, device=config.compute.device,
         budget_bytes=None if config.memory.budget is None else parse_bytes(config.memory.budget),
         recompute=config.memory.recompute, threads=threads, seed=config.train.seed,
+        pace=config.devices[ranks.rank].slowdown if config.devices else 1.0,
     )  # fmt: skip
 
 
-def fit_budget(engine: Engine, rows: Rows, ranks: Ranks, most: int = 2000) -> None:
-    """Make the largest step (of the first `most`) fit `memory.budget`, or refuse now.
+def fit_budget(
+    engine: Engine, rows: Rows, take: Callable[[Sequence[int]], list[PackedBatch]], most: int = 2000
+) -> None:
+    """Make the largest step (of the first `most`) fit the budget, or refuse now.
+
+    Args:
+        take: this rank's micro-batches of a step's rows.
 
     Raises:
         UserError: it does not fit; names what it takes.
     """
-
-    def mine(k: int) -> list[int]:
-        step = rows.rows_of(k).rows
-        share = share_rows([rows.tokens(row) for row in step], [1.0] * ranks.world)[ranks.rank]
-        return [step[position] for position in share]
-
-    if engine.budget_bytes is not None:
-        largest = max((mine(k) for k in range(min(rows.steps, most))), key=lambda step: sum(map(rows.tokens, step)))
-        engine.fit(*shape_of(rows.pack(largest)))
+    if engine.budget_bytes is None:
+        return
+    steps = (rows.rows_of(k).rows for k in range(min(rows.steps, most)))
+    largest = take(max(steps, key=lambda step: sum(map(rows.tokens, step))))
+    if largest:
+        engine.fit(*shape_of(largest))
 
 
 def _quantised(engine: Engine) -> frozenset[str]:
@@ -412,6 +431,7 @@ def _base(engine: Engine, expected: dict[str, tuple[int, str]]) -> Base:
 def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts:
     """Open everything; no weight of a layer is read. Data come first: they are the cheapest to be wrong."""
     check_metric(config)
+    check_devices(config, ranks)
     store = Store.open(config.store)
     aux_coef = router_aux_coef(config, store, ranks)
     tokenizer = load_tokenizer(config.store)
@@ -422,12 +442,22 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
     held_out = _encode(config, tokenizer, config.validation.data) if config.validation.data else None
     engine = _open_engine(config, store, ranks)
     adapter = _open_adapter(config, engine.skeleton, ranks)
+    engine.attach(adapter)
+    sites = list(adapter.sites.values())
+    layers = {f"{site.key}.lora_{x}": site.layer for site in sites for x in "AB"}
+
+    def divide(state: dict[str, Any] | None) -> SplitRows:
+        spread = SplitRows(config, ranks, engine, rows, layers, state)
+        fit_budget(engine, rows, spread.batches)
+        return spread
+
+    spreads = Spreads(divide)
+    if ranks.world == 1:
+        fit_budget(engine, rows, rows.pack)
     validation = None
     if held_out is not None:
-        validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
-    engine.attach(adapter)
-    fit_budget(engine, rows, ranks)
-    sites = list(adapter.sites.values())
+        micro = config.train.micro_batch_tokens
+        validation = LossValidation(engine, Rows(held_out, rows.planner, 0, micro), ranks, spreads)
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
     facts = {
         "base_fingerprint": store.manifest.source_fingerprint,
@@ -449,4 +479,5 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         fresh=config.init_adapter is None,
         aux_coef=aux_coef,
         pages=adapter.pages,
+        spread=spreads if ranks.world > 1 else None,
     )

@@ -41,6 +41,8 @@ FREE_KEYS = (
     "name", "runs_dir", "store", "init_adapter", "data.train", "data.chat_template", "validation.data",  # places
     "train.steps", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "train.max_bad_steps",
     "memory.budget", "memory.recompute", "memory.state", "train.micro_batch_tokens", "compute.threads",  # rounding at most
+    "devices", "split.kind", "split.stages", "split.layers", "split.shares", "split.groups", "split.rebalance",
+    "split.gather", "trace.steps",
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
 

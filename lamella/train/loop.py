@@ -23,15 +23,17 @@ import xxhash
 from lamella.adapter.lora import is_finite, is_zero
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks
+from lamella.trace.recorder import BUSY, RECORDER
 from lamella.train import receipt as receipts
 from lamella.train.checkpoint import load_optimizer, load_state
 from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
-from lamella.train.parts import Parts, StepRows, TrainResult
+from lamella.train.parts import Parts, Spread, StepRows, TrainResult
+from lamella.train.shards import Shards
+from lamella.train.spread import EvenRows
 from lamella.train.state import (
     Best,
     RunState,
@@ -63,6 +65,8 @@ class Run:
     matmul_flops_per_s: float
     """Of all ranks together; utilisation is a share of it."""
     started_s: float
+    spread: Spread
+    shards: Shards
     stop: bool = False
     saving: bool = False
 
@@ -155,7 +159,10 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
         optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
     memory = parts.base.in_memory()
     (rate,) = ranks.sum_numbers([parts.engine.matmul_rate().best])
-    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter())
+    spread = EvenRows(ranks, parts.data) if parts.spread is None else parts.spread(state.split)
+    state.split = spread.state()
+    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter(),
+               spread, Shards(ranks, spread, optimizer))  # fmt: skip
 
 
 def _train(run: Run) -> TrainResult:
@@ -223,6 +230,7 @@ def _all_steps(run: Run) -> bool:
             meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s, {_speed(line)}")
             _check_moved(run)
             _stop_if_bad(run)
+            _adapt(run)
             last = state.step == run.total_steps
             new_best = _validate(run) if last or state.step % run.config.validation.every_steps == 0 else False
             if last or asked_to_stop or new_best or (every and state.step % every == 0):
@@ -244,6 +252,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
     state, data, k = run.state, run.parts.data, run.state.step
     begin_s = time.perf_counter()
+    RECORDER.begin_step(k + 1)
     rows = data.rows_of(k)
     tokens = sum(data.tokens(row) for row in rows.rows)
     label_tokens = sum(data.label_tokens(row) for row in rows.rows)
@@ -257,8 +266,8 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         reason = f"non-finite loss ({loss_sum / label_tokens}, router balancing {aux}){where}"
     else:
         _check_present(run, present)
-        run.ranks.sum_gradients(list(run.optimizer.parameters.values()), present)
-        norm = run.ranks.from_first(run.optimizer.grad_norm())
+        run.shards.sum_gradients(present)
+        norm = run.shards.grad_norm()
         if math.isfinite(norm):
             _note_touched(run)
             _settle(run)
@@ -306,21 +315,22 @@ def _gradients(
     A rank that fails still takes part in the sum, so that the others learn of it and end too.
     """
     ranks, parameters = run.ranks, run.optimizer.parameters
-    lengths = [run.parts.data.tokens(row) for row in rows.rows]
-    mine = [rows.rows[position] for position in share_rows(lengths, [1.0] * ranks.world)[ranks.rank]]
     loss_sum, aux, flops, where = 0.0, 0.0, 0.0, ""
     start: dict[str, float] | None = {}
     try:
-        if mine and label_tokens:
+        work = run.spread.take(rows.rows) if label_tokens else None
+        if work is not None:
             more: dict[str, Any] = {} if run.state.start or run.state.updates else {"beside_base": True}
             out = run.parts.engine.step(
-                run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
+                work, step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
             )
             start = out.start if more else {}
             loss_sum, aux, flops = out.loss_sum, out.aux, out.flops
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
     except Exception as error:
+        if run.spread.pipelined:  # the others wait for this rank in the middle of their steps: they learn it by its end
+            raise
         ranks.meet(f"step {k + 1}")
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters)])
         ranks.gather(str(error) or repr(error))
@@ -337,6 +347,25 @@ def _gradients(
         if run.state.start:
             _check_start(run)
     return total[0], total[1], total[4], [n > 0 for n in total[5:]], total[2] > 0, where
+
+
+def _adapt(run: Run) -> None:
+    """Divide the steps to come by what this one took on each rank."""
+    if run.ranks.world == 1 or run.state.step == run.total_steps:
+        return
+    seconds = RECORDER.totals.seconds
+    busy = run.ranks.gather(sum(seconds.get(cause, 0.0) for cause in BUSY))
+    owners = {name: run.spread.owners(name) for name in run.optimizer.parameters}
+    moved = run.spread.adapt(run.parts.data.rows_of(run.state.step - 1).rows, busy)
+    if moved is None:
+        return
+    if moved:
+        _settle(run)  # a save under way reads what is about to change
+        run.shards.hand_over({name: owners[name] for name in moved})
+    run.spread.settle()
+    run.state.split = run.spread.state()
+    if run.ranks.first:
+        notice(f"after step {run.state.step}: {'; '.join(run.spread.lines())}")
 
 
 def _check_present(run: Run, present: list[bool]) -> None:
@@ -358,10 +387,15 @@ def _note_touched(run: Run) -> None:
     state, parameters, class_of = run.state, run.optimizer.parameters, run.parts.class_of
     if not state.untouched:
         return
+
+    def silent_of(units: list[str]) -> list[str]:
+        found = run.shards.with_gradient(units, without_gradient(units, parameters, class_of))
+        return [unit for unit in units if unit not in found]
+
     before = set(state.untouched)
-    state.untouched = without_gradient(state.untouched, parameters, class_of)
+    state.untouched = silent_of(state.untouched)
     waiting = [sibling(unit) for unit in state.untouched if "lora_A" in unit and sibling(unit) not in before]
-    silent = set(without_gradient(waiting, parameters, class_of))
+    silent = set(silent_of(waiting))
     state.dead += [sibling(unit) for unit in waiting if unit not in silent and sibling(unit) not in state.dead]
 
 
@@ -369,6 +403,7 @@ def _check_moved(run: Run) -> None:
     """After two updates B and then A must have moved everywhere, except in experts that no token reached."""
     if run.state.updates != 2 or run.state.bad_in_row:
         return
+    run.shards.bring(range(run.ranks.world), moments=False)
     table = receipts.moved_table(run.parts, run.initial, run.state)
     dead = [name for row in table for name in row["dead"]]
     if dead:
@@ -414,6 +449,7 @@ def _validate(run: Run) -> bool:
 
 
 def _save(run: Run) -> None:
+    run.shards.bring([0], moments=True)
     run.ranks.on_first(lambda: _save_here(run))
     run.saving = True
 
@@ -444,6 +480,7 @@ def _finish(run: Run) -> None:
     if run.state.updates == 0:
         raise RunFailed(f"none of {run.state.step} steps updated the adapter")
     _check_memory(run)
+    run.shards.bring(range(run.ranks.world), moments=False)
     run.ranks.agree("trained adapter", digest_of(digests(run.optimizer.parameters, run.parts.class_of)))
     best = run.state.best
     if best is not None and best.step is not None and not run.folder.checkpoints.path(best.step).is_dir():
