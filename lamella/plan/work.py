@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from lamella.plan.costs import CostTable, ModelCost, RowCost
+from lamella.plan.deal import deal
+from lamella.plan.schedule import schedule
+from lamella.plan.split import Split, Stage
 
 
 @dataclass(frozen=True)
@@ -30,3 +36,116 @@ class StepPlan:
     groups: tuple[tuple[int, ...], ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
     actions: tuple[tuple[Action, ...], ...]
+
+
+def plan_step(
+    split: Split,
+    model: ModelCost,
+    speeds: Sequence[float],
+    rows: Sequence[RowCost],
+    micro_batch_tokens: int,
+    in_flight: int | None = None,
+) -> StepPlan:
+    """Divide a step's rows; the same arguments give the same plan on every rank.
+
+    Rows are dealt to groups of about equal cost, then within a group to the ranks of every stage by share (what a rank got too
+    much of in one group it gets less of in the next). Rows that meet the same ranks are packed, longest first, into
+    micro-batches. A row is never cut; with fewer rows than groups or ranks some have nothing, and empty groups vanish.
+
+    Args:
+        speeds: FLOP/s of each rank, for the order of work in stages.
+        micro_batch_tokens: of a micro-batch; a longer row is one by itself.
+        in_flight: groups that the first stage holds at most between forward and back; None: as few as take the least time.
+    """
+    table = CostTable(model)
+    whole = [table.flops([row]) for row in rows]
+    count = min(split.groups, len(rows)) if len(split.stages) > 1 else 1
+    in_group = deal(whole, [1.0] * count) if rows else []
+    owner = _owners(split.stages, table, rows, in_group, count)
+
+    items: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
+    for g in range(count):
+        buckets: dict[tuple[int, ...], list[int]] = {}
+        for i in range(len(rows)):
+            if in_group[i] == g:
+                buckets.setdefault(tuple(taken[i] for taken in owner), []).append(i)
+        packed = [item for key in sorted(buckets) for item in _pack(buckets[key], rows, micro_batch_tokens)]
+        if packed:
+            groups.append(tuple(range(len(items), len(items) + len(packed))))
+            items += packed
+    owners = tuple(
+        tuple(stage.ranks if stage.way == "experts" else (stage.ranks[taken[item[0]]],) for item in items)
+        for stage, taken in zip(split.stages, owner, strict=True)
+    )
+    if not groups:
+        return StepPlan((), (), owners, tuple(() for _ in split.stages))
+    forward, back = _durations(split, table, speeds, rows, items, groups, owners)
+    order = schedule(forward, back, in_flight)
+    actions = tuple(tuple(Action(kind, group) for kind, group in stage) for stage in order)
+    return StepPlan(tuple(items), tuple(groups), owners, actions)
+
+
+def _owners(
+    stages: Sequence[Stage], table: CostTable, rows: Sequence[RowCost], in_group: Sequence[int], count: int
+) -> list[list[int]]:
+    """For each stage and row the position of the row's rank in the stage (0 in an `experts` stage)."""
+    found = []
+    for stage in stages:
+        taken = [0] * len(rows)
+        if stage.way == "tokens" and len(stage.ranks) > 1:
+            costs = [table.flops([row], stage.first, stage.last) for row in rows]
+            # Stages of like shares then deal alike, and fewer, fuller micro-batches pass between them.
+            sorted_ranks = sorted(range(len(stage.ranks)), key=lambda k: (-stage.shares[k], k))
+            shares = [stage.shares[k] for k in sorted_ranks]
+            loads = [0.0] * len(shares)
+            for g in range(count):
+                mine = [i for i in range(len(rows)) if in_group[i] == g]
+                for i, k in zip(mine, deal([costs[i] for i in mine], shares, loads), strict=True):
+                    taken[i] = sorted_ranks[k]
+                    loads[k] += costs[i]
+        found.append(taken)
+    return found
+
+
+def _pack(mine: Sequence[int], rows: Sequence[RowCost], budget: int) -> list[tuple[int, ...]]:
+    """Longest first, each row into the first micro-batch with room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(mine, key=lambda i: (-rows[i].tokens, i)):
+        k = next((k for k, left in enumerate(room) if rows[i].tokens <= left), None)
+        if k is None:
+            bins.append([i])
+            room.append(budget - rows[i].tokens)
+        else:
+            bins[k].append(i)
+            room[k] -= rows[i].tokens
+    return [tuple(sorted(b)) for b in bins]
+
+
+def _durations(
+    split: Split,
+    table: CostTable,
+    speeds: Sequence[float],
+    rows: Sequence[RowCost],
+    items: Sequence[tuple[int, ...]],
+    groups: Sequence[tuple[int, ...]],
+    owners: Sequence[Sequence[tuple[int, ...]]],
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds forward and back of [stage][group]: those of the stage's slowest rank."""
+    forward, back = [], []
+    for s, stage in enumerate(split.stages):
+        fs, bs = [], []
+        divided = table.divided(stage.first, stage.last) if stage.way == "experts" else 1.0
+        for group in groups:
+            f = b = 0.0
+            for k, rank in enumerate(stage.ranks):
+                mine = [rows[i] for m in group if rank in owners[s][m] for i in items[m]]
+                df, db = table.passes(mine, stage.first, stage.last)
+                part = 1 - divided + divided * stage.shares[k] if stage.way == "experts" else 1.0
+                f, b = max(f, part * df / speeds[rank]), max(b, part * db / speeds[rank])
+            fs.append(f)
+            bs.append(b)
+        forward.append(fs)
+        back.append(bs)
+    return forward, back
