@@ -47,6 +47,7 @@ class Fluid:
         self.tokens = sum(row.tokens for row in rows)
         self.largest = max([min(micro_batch_tokens, self.tokens), *(row.tokens for row in rows)])
         self.micro_batches = max(1, -(-self.tokens // max(micro_batch_tokens, 1)))
+        self._seconds: dict[tuple[Team, int, int], np.ndarray] = {}
         layers = self.layers = len(model.layers)
         self.head = sum(row.labels for row in rows) * model.head_flops_per_label
         self.valid = np.arange(layers + 1)[:, None] < np.arange(layers + 1)[None, :]
@@ -104,7 +105,17 @@ class Fluid:
         )
 
     def seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
-        """Seconds of a step in each run of layers [a, b); infinite where a >= b or where it does not fit."""
+        """Seconds of a step in each run of layers [a, b); infinite where a >= b or where it does not fit.
+
+        Args:
+            flying: groups held at most between forward and back.
+        """
+        key = (team, groups, flying)
+        if key not in self._seconds:
+            self._seconds[key] = self._find_seconds(team, groups, flying)
+        return self._seconds[key]
+
+    def _find_seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
         out = self.compute(team, groups)
         for k, rank in enumerate(team.ranks):
             device = self.devices[rank]
@@ -120,6 +131,16 @@ class Fluid:
             streamed = np.minimum(short + 2 * self.largest_packed * part, whole)
             read = np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
             out = np.where(least > device.memory_bytes, np.inf, np.maximum(out, read))
+        return np.where(self.valid, out, np.inf)
+
+    def pressure(self, team: Team, groups: int, flying: int) -> np.ndarray:
+        """The least memory needed over what there is, of the device that is shortest of it, in each run of layers."""
+        out = np.zeros_like(self.packed)
+        for k, rank in enumerate(team.ranks):
+            device = self.devices[rank]
+            if device.memory_bytes is not None:
+                need = self.need(team, k, groups, flying, stream=device.read_bytes_per_s > 0)
+                out = np.maximum(out, need / device.memory_bytes)
         return np.where(self.valid, out, np.inf)
 
     def _shares_about(self, team: Team) -> list[float]:
@@ -147,21 +168,37 @@ class Fluid:
         nbytes = (self.table.adapter[last] - self.table.adapter[first]) / STATE_BYTES * GRADIENT_BYTES
         return self.links.ring_seconds(self.devices, team.ranks, nbytes)
 
-    def cut(self, teams: Sequence[Team], groups: int) -> tuple[float, tuple[int, ...]] | None:
-        """Layers for teams in order: (estimated seconds of a step, ends), or None when nothing fits."""
-        n = len(teams)
-        matrices = [self.seconds(team, groups, min(groups, n - s)) for s, team in enumerate(teams)]
-        found = cut(matrices)
-        if found is None:
-            return None
-        _, ends = found
-        return self.estimate(matrices, ends, groups), ends
+    def cut(
+        self, teams: Sequence[Team], groups: int, in_flight: int | None = None
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """Layers for teams in order: (estimated seconds of a step, ends), or None when nothing fits.
 
-    def estimate(self, matrices: Sequence[np.ndarray], ends: Sequence[int], groups: int) -> float:
+        Args:
+            in_flight: groups that the first stage holds at most; None: as many as there are stages.
+        """
+        found = cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)])
+        return None if found is None else (self.estimate(teams, found[1], groups, in_flight), found[1])
+
+    def tightest(self, teams: Sequence[Team], groups: int, in_flight: int | None = None) -> tuple[int, ...]:
+        """Ends of the cut that comes nearest to fitting."""
+        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)])
+        assert found is not None, "fewer layers than teams"
+        return found[1]
+
+    def estimate(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> float:
         """Seconds of a step with stages that end there: the slowest stage's, and the others' with one group (filling)."""
-        firsts = [0, *ends[:-1]]
-        times = [float(m[a, b]) for m, a, b in zip(matrices, firsts, ends, strict=True)]
+        times = self.stage_seconds(teams, ends, groups, in_flight)
         return max(times) + (sum(times) - max(times)) / groups
+
+    def stage_seconds(
+        self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None
+    ) -> list[float]:
+        cells = zip([0, *ends[:-1]], ends, self._flying(teams, groups, in_flight), strict=True)
+        return [float(self.seconds(*x)[a, b]) for a, b, x in cells]
+
+    def _flying(self, teams: Sequence[Team], groups: int, in_flight: int | None) -> list[tuple[Team, int, int]]:
+        limit = len(teams) if in_flight is None else in_flight
+        return [(team, groups, min(groups, max(1, limit - s))) for s, team in enumerate(teams)]
 
     def split(self, teams: Sequence[Team], ends: Sequence[int], groups: int) -> Split:
         firsts = [0, *ends[:-1]]
@@ -202,6 +239,8 @@ def level_shares(fixed: Sequence[float], whole: Sequence[float], keep: bool = Fa
     Args:
         keep: nobody may be left without: a share below a hundredth of an even one is raised to that.
     """
+    if min(whole) <= 0:
+        return (1.0 / len(whole),) * len(whole)
     able = list(range(len(fixed)))
     while True:
         level = (1 + sum(fixed[k] / whole[k] for k in able)) / sum(1 / whole[k] for k in able)

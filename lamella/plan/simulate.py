@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES, CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Links
-from lamella.plan.memory import memory_of
+from lamella.plan.memory import DeviceMemory, memory_of
 from lamella.plan.split import Split, Stage
 from lamella.plan.work import Action, StepPlan
 
@@ -74,14 +74,18 @@ def simulate(
     links: Links,
     rows: Sequence[RowCost],
     table: CostTable | None = None,
+    memory: Sequence[DeviceMemory] | None = None,
 ) -> Timeline:
     """Play one step.
 
     Args:
         rows: those that `plan` was made for.
         table: of `model`, where the caller has it.
+        memory: `memory_of` the same, where the caller has it.
     """
-    return _Simulation(split, plan, table or CostTable(model), devices, links, rows).run()
+    table = table or CostTable(model)
+    memory = memory or memory_of(split, model, devices, plan, rows, table)
+    return _Simulation(split, plan, table, devices, links, rows, memory).run()
 
 
 @dataclass
@@ -104,6 +108,7 @@ class _Simulation:
         devices: Sequence[Device],
         links: Links,
         rows: Sequence[RowCost],
+        memory: Sequence[DeviceMemory],
     ) -> None:
         self.split, self.plan, self.table, self.devices, self.links, self.rows = (
             split,
@@ -115,7 +120,6 @@ class _Simulation:
         )
         self.tokens = [sum(rows[i].tokens for i in item) for item in plan.items]
         self.ranks = {r: _Rank(s) for s, stage in enumerate(split.stages) for r in stage.ranks}
-        memory = memory_of(split, table.model, devices, plan, rows, table)
         for rank, state in self.ranks.items():
             streamed = memory[rank].streamed_bytes
             state.work = [self._work(rank, state.stage, a, streamed) for a in plan.actions[state.stage]]
