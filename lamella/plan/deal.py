@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 GOOD = 1.001
 """Largest cost per share, relative to the lower bound, at which the search ends."""
-NODES = 4000
+NODES = 1500
 """Of the last search."""
 ROUNDS = 200
 """Of moves and swaps."""

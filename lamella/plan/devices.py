@@ -17,6 +17,7 @@ class Device:
         read_bytes_per_s: packed bytes read from the host's memory or disk; 0: nothing can be streamed, all layers have
             to be held.
         memory_bytes: for all that training holds; None: no limit.
+        spills: boundary inputs that find no room go to the host's memory (a GPU's).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Device:
     dequantise_bytes_per_s: float
     read_bytes_per_s: float
     memory_bytes: int | None = None
+    spills: bool = False
 
 
 @dataclass(frozen=True)

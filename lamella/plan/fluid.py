@@ -12,6 +12,7 @@ Matrices are [L + 1, L + 1]: row a, column b. Only element by element operations
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,7 @@ class Fluid:
         self.micro_batches = max(1, -(-self.tokens // max(micro_batch_tokens, 1)))
         self._seconds: dict[tuple[Team, int, int], np.ndarray] = {}
         layers = self.layers = len(model.layers)
+        self.points = np.arange(layers + 1)
         self.head = sum(row.labels for row in rows) * model.head_flops_per_label
         self.valid = np.arange(layers + 1)[:, None] < np.arange(layers + 1)[None, :]
         self.flops = _between(self.table.before(rows))
@@ -61,12 +63,23 @@ class Fluid:
         self.outer = np.zeros_like(self.packed)
         self.outer[0, :] += model.first_bytes
         self.outer[:, layers] += model.last_bytes
-        self.largest_packed = _range_max([layer.packed_bytes for layer in model.layers])
-        self.largest_dequantised = _range_max([layer.dequantised_bytes for layer in model.layers])
-        self.activation = _range_max([layer.activation_bytes_per_token for layer in model.layers]) * self.largest
+        self.slots = 2 * _range_max([layer.packed_bytes for layer in model.layers])
+        self.state = self.adapter + _range_max([layer.dequantised_bytes for layer in model.layers])
+        activation = _range_max([layer.activation_bytes_per_token for layer in model.layers])
+        self.rest = self.outer + activation * self.largest
         divided = [layer.flops_per_token * layer.divisible for layer in model.layers]
         whole = _between([0, *np.cumsum([layer.flops_per_token for layer in model.layers]).tolist()])
         self.divisible = _between([0, *np.cumsum(divided).tolist()]) / np.where(whole > 0, whole, 1)
+
+    def on_grid(self, points: Sequence[int]) -> Fluid:
+        """The same for runs of layers that begin and end at some points only (the first and the last among them)."""
+        other = copy(self)
+        other._seconds = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray) and value.ndim == 2:
+                setattr(other, name, value[np.ix_(points, points)])
+        other.points = np.asarray(points)
+        return other
 
     def compute(self, team: Team, groups: int) -> np.ndarray:
         """Seconds of a step in each run of layers, memory aside."""
@@ -87,22 +100,23 @@ class Fluid:
         count = max(self.micro_batches, groups)
         latency = self.links.ring_seconds(self.devices, team.ranks, 0)
         per_byte = self.links.ring_seconds(self.devices, team.ranks, 1.0) - latency
-        index = np.arange(self.layers + 1)
-        layers = index[None, :] - index[:, None]
+        layers = self.points[None, :] - self.points[:, None]
         return REDUCES_PER_LAYER * (layers * count * latency + self.boundary * self.tokens * per_byte)
 
     def need(self, team: Team, k: int, groups: int, flying: int, stream: bool) -> np.ndarray:
         """Bytes that device k of a team needs: with nothing held (two slots instead), or with all layers held."""
         share = self._shares_about(team)[k]
-        part = 1 - self.divisible * (1 - share) if team.way == "experts" else 1.0
-        tokens = self.tokens * min(1.0, flying / groups) * (share if team.way == "tokens" else 1.0)
-        held = np.minimum(2 * self.largest_packed, self.packed) if stream else self.packed
-        return (
-            (held + self.adapter + self.largest_dequantised) * part
-            + self.outer
-            + self.activation
-            + self.boundary * tokens
-        )
+        held = self.slots if stream else self.packed
+        if team.way == "experts":
+            part = 1 - self.divisible * (1 - share)
+            out = (held + self.state) * part + self.rest
+            tokens = self.tokens * min(1.0, flying / groups)
+        else:
+            out = held + self.state + self.rest
+            tokens = self.tokens * min(1.0, flying / groups) * share
+        if self.devices[team.ranks[k]].spills:
+            return out
+        return out + self.boundary * tokens
 
     def seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
         """Seconds of a step in each run of layers [a, b); infinite where a >= b or where it does not fit.
@@ -128,7 +142,7 @@ class Fluid:
             least = self.need(team, k, groups, flying, stream=True)
             part = 1 - self.divisible * (1 - self._shares_about(team)[k]) if team.way == "experts" else 1.0
             whole = self.packed * part
-            streamed = np.minimum(short + 2 * self.largest_packed * part, whole)
+            streamed = np.minimum(short + self.slots * part, whole)
             read = np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
             out = np.where(least > device.memory_bytes, np.inf, np.maximum(out, read))
         return np.where(self.valid, out, np.inf)

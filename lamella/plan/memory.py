@@ -2,6 +2,7 @@
 
     packed layers + two slots when any is streamed + dequantised layer + embeddings, head + adapter state
     + activations of one layer on the largest micro-batch + boundary inputs of every layer for the groups in flight
+      (on a device that spills: as far as there is room)
 
 All but the packed layers has to fit; they stay as far as there is room and are streamed beyond.
 """
@@ -95,6 +96,9 @@ def stage_memory(
         "activations": int(micro_batch_tokens * max(layer.activation_bytes_per_token for layer in layers)),
         "boundaries": int(in_flight_tokens * sum(layer.boundary_bytes_per_token for layer in layers)),
     }
+    if device.spills and device.memory_bytes is not None:
+        others = sum(parts.values()) - parts["boundaries"] + 2 * max(packed)
+        parts["boundaries"] = max(0, min(parts["boundaries"], device.memory_bytes - others))
     room = None if device.memory_bytes is None else device.memory_bytes - sum(parts.values())
     if room is None or sum(packed) <= room or device.read_bytes_per_s <= 0:
         return DeviceMemory({"packed layers": sum(packed), **parts}, len(layers), 0, device.memory_bytes)

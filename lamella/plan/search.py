@@ -26,6 +26,8 @@ from lamella.units import format_seconds
 
 PLAYED = 10
 """Pipelines that are played through, the best by estimate first."""
+SLOWER = 2
+"""Of these, played although estimated slower than what is known: the best rejected ones are printed."""
 MOVES = 24
 """Tries of moving a cut of the best pipeline by a layer."""
 GROUPS = (1, 2, 3, 4, 6, 8)
@@ -126,7 +128,7 @@ class _Finder:
             tried.append(self._try(self._whole(Team(self.everyone))))
         if "experts" in self.asked.ways and self.asked.stages is None and self._experts_whole():
             tried.append(self._try(self._whole(Team(self.everyone, "experts"))))
-        tried += self._pipelines()
+        tried += self._pipelines(min((t.step_s for t in tried), default=float("inf")))
         full = [t for t in tried if self._ranks(t.split) == set(self.everyone)]
         best = min(full, key=lambda t: t.step_s, default=None)
         if best is None or best.timeline is None:
@@ -137,7 +139,10 @@ class _Finder:
         return self._choice(best, full, fewer)
 
     def _try(self, split: Split, in_flight: int | None = None) -> _Tried:
-        plan = plan_step(split, self.model, self.speeds, self.rows, self.micro_batch_tokens, in_flight)
+        plan = plan_step(
+            split, self.model, self.speeds, self.rows, self.micro_batch_tokens, in_flight,
+            devices=self.devices, links=self.links, table=self.table,
+        )  # fmt: skip
         memory = memory_of(split, self.model, self.devices, plan, self.rows, self.table)
         timeline = None
         if all(m.fits for m in memory):
@@ -162,12 +167,16 @@ class _Finder:
         one_host = len({d.host for d in self.devices}) == 1
         return self.divisible and (one_host or self.asked.ways == ("experts",))
 
-    def _pipelines(self) -> list[_Tried]:
-        """Pipelines played through: the best by estimate."""
+    def _pipelines(self, least: float) -> list[_Tried]:
+        """Pipelines played through: the best by estimate, few of those that are estimated slower than the `least` known."""
         drafts = sorted(self._drafts(), key=lambda d: d[0])
         full = [d for d in drafts if sum(len(t.ranks) for t in d[1]) == len(self.everyone)]
         some = [d for d in drafts if sum(len(t.ranks) for t in d[1]) < len(self.everyone)]
-        tried = [self._play(*d[1:]) for d in full[:PLAYED]]
+        tried = []
+        for k, draft in enumerate(full[:PLAYED]):
+            if k < SLOWER or draft[0] < least:
+                tried.append(self._play(*draft[1:]))
+                least = min(least, tried[-1].step_s)
         if drafts and all(t.timeline is None for t in tried):
             tried += [self._play(*d[1:]) for d in full[PLAYED:]]
         return tried + [self._play(*d[1:]) for d in some[:2]]

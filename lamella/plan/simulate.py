@@ -9,6 +9,7 @@ has passed, one message after the other on a link; between hosts all devices sha
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES, CostTable, ModelCost
 from lamella.plan.devices import Device, Links
 from lamella.plan.memory import DeviceMemory, memory_of
 from lamella.plan.split import Split, Stage
-from lamella.plan.work import Action, StepPlan
+from lamella.plan.work import Action, StepPlan, part_of
 
 REDUCES_PER_LAYER = 4
 """All-reduces of an expert split, half of them forward: after attention and after the experts."""
@@ -147,12 +148,13 @@ class _Simulation:
         """Seconds of an expert split's all-reduces in one pass."""
         if stage.way != "experts":
             return 0.0
-        each = REDUCES_PER_LAYER / 2
-        return sum(
-            each * self.links.ring_seconds(self.devices, stage.ranks, self.tokens[m] * layer.boundary_bytes_per_token)
-            for layer in self.table.model.layers[stage.first : stage.last]
-            for m in items
-        )
+        layers = self.table.model.layers[stage.first : stage.last]
+        total = 0.0
+        for per_token, count in Counter(layer.boundary_bytes_per_token for layer in layers).items():
+            for m in items:
+                seconds = self.links.ring_seconds(self.devices, stage.ranks, self.tokens[m] * per_token)
+                total += REDUCES_PER_LAYER / 2 * count * seconds
+        return total
 
     def run(self) -> Timeline:
         for s in range(len(self.split.stages)):
@@ -250,12 +252,3 @@ class _Simulation:
         read = tuple(self.ranks[r].read if r in self.ranks else 0 for r in order)
         spans = tuple(sorted(self.spans, key=lambda x: (x.start_s, x.rank)))
         return Timeline(step_s, busy, idle, read, self.sent, tuple(reduces), spans)
-
-
-def part_of(stage: Stage, rank: int, table: CostTable) -> float:
-    """Part of a stage's work per token that a rank does: all of it, or in an `experts` stage what is not divided and its
-    share of what is."""
-    if stage.way == "tokens":
-        return 1.0
-    divided = table.divided(stage.first, stage.last)
-    return 1 - divided + divided * stage.shares[stage.ranks.index(rank)]

@@ -126,51 +126,52 @@ class _Search:
         self.fluid, self.space, self.groups, self.experts, self.only = fluid, space, groups, experts, only
         self.matrices: dict[State, np.ndarray] = {}
         self.most = min(len(fluid.devices), fluid.layers)
-        self.points: list[int] = list(range(fluid.layers + 1))
+        self.edges: dict[State, list[tuple[State, State]]] = {}
+        self.value: dict[State, np.ndarray] = {}  # [stages, points]: the slowest stage's seconds
 
     def run(self) -> list[Found]:
-        states, edges = self._reach()
-        pairs = sum(len(e) for e in edges.values())
-        if pairs > CELLS and self.fluid.layers > GRID:
-            self.points = sorted({round(i * self.fluid.layers / GRID) for i in range(GRID + 1)})
-        n = len(self.points)
-        shape = (self.most + 1, n)
-        value = {state: np.full(shape, np.inf) for state in states}
-        back: dict[State, tuple[np.ndarray, np.ndarray, list[tuple[State, State]]]] = {
-            state: (np.zeros(shape, int), np.zeros(shape, int), []) for state in states
-        }
-        value[self.space.start][0, 0] = 0.0
+        states = self._reach()
+        if sum(len(e) for e in self.edges.values()) > CELLS and self.fluid.layers > GRID:
+            layers = self.fluid.layers
+            self.fluid = self.fluid.on_grid(sorted({round(i * layers / GRID) for i in range(GRID + 1)}))
+        shape = (self.most + 1, len(self.fluid.points))
+        self.value = {state: np.full(shape, np.inf) for state in states}
+        self.value[self.space.start][0, 0] = 0.0
         for state in states:
-            for after, taken in edges[state]:
-                both = np.maximum(value[state][:-1, :, None], self._matrix(taken)[None])
-                best, cell = both.min(axis=1), both.argmin(axis=1)
-                edge, cut, froms = back[after]
-                better = best < value[after][1:]
-                value[after][1:][better] = best[better]
-                cut[1:][better] = cell[better]
-                edge[1:][better] = len(froms)
-                froms.append((state, taken))
+            value = self.value[state]
+            ks = [k for k in range(self.most) if np.isfinite(value[k]).any()]
+            if not ks:
+                continue
+            low, high = ks[0], ks[-1] + 1
+            for after, taken in self.edges[state]:
+                best = np.maximum(value[low:high, :, None], self._matrix(taken)[None]).min(axis=1)
+                out = self.value[after][low + 1 : high + 1]
+                np.minimum(out, best, out=out)
         found = []
         for state in states:
             for k in range(2, self.most + 1):
-                if np.isfinite(seconds := value[state][k, n - 1]):
+                if np.isfinite(seconds := self.value[state][k, -1]):
                     found.append((float(seconds), k, state))
         found.sort()
         full = [x for x in found if x[2] == self.space.full]
         least = min((x[0] for x in full), default=np.inf)
         some = [x for x in found if x[2] != self.space.full and x[0] < least]
-        return [Found(self._teams(back, state, k), seconds) for seconds, k, state in full + some[:SOME]]
+        before: dict[State, list[tuple[State, State]]] = {}
+        for state in states:
+            for after, taken in self.edges[state]:
+                before.setdefault(after, []).append((state, taken))
+        return [Found(self._teams(before, state, k), seconds) for seconds, k, state in full + some[:SOME]]
 
-    def _reach(self) -> tuple[list[State], dict[State, list[tuple[State, State]]]]:
+    def _reach(self) -> list[State]:
         """States in an order in which each comes after those that lead to it."""
-        edges: dict[State, list[tuple[State, State]]] = {}
+        edges = self.edges
         todo = [self.space.start]
         while todo:
             state = todo.pop()
             if state not in edges:
                 edges[state] = list(self.space.steps(state))
                 todo += [after for after, _ in edges[state]]
-        return sorted(edges, key=lambda s: (sum(s), s)), edges
+        return sorted(edges, key=lambda s: (sum(s), s))
 
     def _matrix(self, taken: State) -> np.ndarray:
         if taken not in self.matrices:
@@ -181,20 +182,24 @@ class _Search:
             matrix = self.fluid.seconds(ways[0], self.groups, 1)
             for team in ways[1:]:
                 matrix = np.minimum(matrix, self.fluid.seconds(team, self.groups, 1))
-            self.matrices[taken] = matrix[np.ix_(self.points, self.points)]
+            self.matrices[taken] = matrix
         return self.matrices[taken]
 
-    def _teams(
-        self, back: dict[State, tuple[np.ndarray, np.ndarray, list[tuple[State, State]]]], state: State, k: int
-    ) -> tuple[Team, ...]:
-        at = len(self.points) - 1
+    def _teams(self, before: dict[State, list[tuple[State, State]]], state: State, k: int) -> tuple[Team, ...]:
+        """Back from the last stage, by way of values that made this one."""
+        at = len(self.fluid.points) - 1
         teams = []
         while k:
-            edge, cut, froms = back[state]
-            before, taken = froms[int(edge[k, at])]
-            a, b = self.points[int(cut[k, at])], self.points[at]
-            teams.append(self._way(self.space.ranks(before, taken), a, b))
-            at, state, k = int(cut[k, at]), before, k - 1
+            wanted = self.value[state][k, at]
+            for earlier, taken in before[state]:
+                both = np.maximum(self.value[earlier][k - 1], self._matrix(taken)[:, at])
+                if both.min() == wanted:
+                    break
+            else:
+                raise AssertionError("no way back")
+            cell = int(both.argmin())
+            teams.append(self._way(self.space.ranks(earlier, taken), cell, at))
+            at, state, k = cell, earlier, k - 1
         return tuple(reversed(teams))
 
     def _way(self, ranks: tuple[int, ...], a: int, b: int) -> Team:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.deal import deal
+from lamella.plan.devices import Device, Links
 from lamella.plan.schedule import schedule
 from lamella.plan.split import Split, Stage
 
@@ -45,6 +46,10 @@ def plan_step(
     rows: Sequence[RowCost],
     micro_batch_tokens: int,
     in_flight: int | None = None,
+    *,
+    devices: Sequence[Device] | None = None,
+    links: Links | None = None,
+    table: CostTable | None = None,
 ) -> StepPlan:
     """Divide a step's rows; the same arguments give the same plan on every rank.
 
@@ -56,8 +61,10 @@ def plan_step(
         speeds: FLOP/s of each rank, for the order of work in stages.
         micro_batch_tokens: of a micro-batch; a longer row is one by itself.
         in_flight: groups that the first stage holds at most between forward and back; None: as few as take the least time.
+        devices, links: where given, the order of work in stages counts dequantising and transfers too.
+        table: of `model`, where the caller has it.
     """
-    table = CostTable(model)
+    table = table or CostTable(model)
     whole = [table.flops([row]) for row in rows]
     count = min(split.groups, len(rows)) if len(split.stages) > 1 else 1
     in_group = deal(whole, [1.0] * count) if rows else []
@@ -80,8 +87,10 @@ def plan_step(
     )
     if not groups:
         return StepPlan((), (), owners, tuple(() for _ in split.stages))
-    forward, back = _durations(split, table, speeds, rows, items, groups, owners)
-    order = schedule(forward, back, in_flight)
+    times = _Times(split, table, speeds, rows, items, groups, owners)
+    forward, back = times.passes(devices)
+    transfers = times.transfers(devices, links) if devices is not None and links is not None else None
+    order = schedule(forward, back, in_flight, transfers)
     actions = tuple(tuple(Action(kind, group) for kind, group in stage) for stage in order)
     return StepPlan(tuple(items), tuple(groups), owners, actions)
 
@@ -123,29 +132,62 @@ def _pack(mine: Sequence[int], rows: Sequence[RowCost], budget: int) -> list[tup
     return [tuple(sorted(b)) for b in bins]
 
 
-def _durations(
-    split: Split,
-    table: CostTable,
-    speeds: Sequence[float],
-    rows: Sequence[RowCost],
-    items: Sequence[tuple[int, ...]],
-    groups: Sequence[tuple[int, ...]],
-    owners: Sequence[Sequence[tuple[int, ...]]],
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds forward and back of [stage][group]: those of the stage's slowest rank."""
-    forward, back = [], []
-    for s, stage in enumerate(split.stages):
-        fs, bs = [], []
-        divided = table.divided(stage.first, stage.last) if stage.way == "experts" else 1.0
-        for group in groups:
-            f = b = 0.0
-            for k, rank in enumerate(stage.ranks):
-                mine = [rows[i] for m in group if rank in owners[s][m] for i in items[m]]
-                df, db = table.passes(mine, stage.first, stage.last)
-                part = 1 - divided + divided * stage.shares[k] if stage.way == "experts" else 1.0
-                f, b = max(f, part * df / speeds[rank]), max(b, part * db / speeds[rank])
-            fs.append(f)
-            bs.append(b)
-        forward.append(fs)
-        back.append(bs)
-    return forward, back
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of each stage with each group, as [stage][group]."""
+
+    split: Split
+    table: CostTable
+    speeds: Sequence[float]
+    rows: Sequence[RowCost]
+    items: Sequence[tuple[int, ...]]
+    groups: Sequence[tuple[int, ...]]
+    owners: Sequence[Sequence[tuple[int, ...]]]
+
+    def passes(self, devices: Sequence[Device] | None) -> tuple[list[list[float]], list[list[float]]]:
+        """Forward and back: those of the stage's slowest rank."""
+        forward, back = [], []
+        for s, stage in enumerate(self.split.stages):
+            parts = [part_of(stage, rank, self.table) for rank in stage.ranks]
+            nbytes = self.table.dequantised[stage.last] - self.table.dequantised[stage.first]
+            fs, bs = [], []
+            for group in self.groups:
+                f = b = 0.0
+                for part, rank in zip(parts, stage.ranks, strict=True):
+                    mine = [self.rows[i] for m in group if rank in self.owners[s][m] for i in self.items[m]]
+                    df, db = self.table.passes(mine, stage.first, stage.last)
+                    more = nbytes / devices[rank].dequantise_bytes_per_s if mine and devices else 0.0
+                    f = max(f, part * (df / self.speeds[rank] + more))
+                    b = max(b, part * (db / self.speeds[rank] + more))
+                fs.append(f)
+                bs.append(b)
+            forward.append(fs)
+            back.append(bs)
+        return forward, back
+
+    def transfers(self, devices: Sequence[Device], links: Links) -> list[list[float]]:
+        """From each stage to the next: on the busiest of their links."""
+        found = []
+        for s, stage in enumerate(self.split.stages[1:], start=1):
+            per_token = self.table.model.layers[stage.first].boundary_bytes_per_token
+            row = []
+            for group in self.groups:
+                lanes: dict[tuple[int, int], float] = {}
+                for m in group:
+                    nbytes = sum(self.rows[i].tokens for i in self.items[m]) * per_token
+                    for peer in self.owners[s][m]:
+                        lane = self.owners[s - 1][m][0], peer
+                        link = links.between(devices, *lane)
+                        lanes[lane] = lanes.get(lane, link.latency_s) + nbytes / link.bytes_per_s
+                row.append(max(lanes.values()))
+            found.append(row)
+        return found
+
+
+def part_of(stage: Stage, rank: int, table: CostTable) -> float:
+    """Part of a stage's work per token that a rank does: all of it, or in an `experts` stage what is not divided and its
+    share of what is."""
+    if stage.way == "tokens":
+        return 1.0
+    divided = table.divided(stage.first, stage.last)
+    return 1 - divided + divided * stage.shares[stage.ranks.index(rank)]
