@@ -1,0 +1,282 @@
+"""What a stage takes if rows could be cut at will: the quick estimate that the search and the balancer compare splits by.
+
+For a team of devices on layers [a, b), all groups of a step together, F FLOPs there, v FLOP/s, f seconds of dequantising:
+
+    tokens    each takes a share x of F: x F / v + f, level at T = (F + sum v f) / sum v
+    experts   each takes 1 - d + d x of w = F / v + f (d: what is divided), level at T = (d + n (1 - d)) / sum 1/w, and rings
+    memory    what does not stay is read in each pass of each group; the longer of the two counts; no room: infinite
+
+Matrices are [L + 1, L + 1]: row a, column b. Only element by element operations of numpy, which round alike everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES, CostTable, ModelCost, RowCost
+from lamella.plan.devices import Device, Links
+from lamella.plan.simulate import REDUCES_PER_LAYER
+from lamella.plan.split import Split, Stage, Way
+
+
+@dataclass(frozen=True)
+class Team:
+    """Devices that hold one stage together."""
+
+    ranks: tuple[int, ...]
+    way: Way = "tokens"
+
+
+class Fluid:
+    """Estimates for one model, one set of devices and the rows of a step."""
+
+    def __init__(
+        self,
+        model: ModelCost,
+        devices: Sequence[Device],
+        links: Links,
+        rows: Sequence[RowCost],
+        micro_batch_tokens: int,
+        table: CostTable | None = None,
+    ) -> None:
+        self.table = table or CostTable(model)
+        self.model, self.devices, self.links = model, devices, links
+        self.tokens = sum(row.tokens for row in rows)
+        self.largest = max([min(micro_batch_tokens, self.tokens), *(row.tokens for row in rows)])
+        self.micro_batches = max(1, -(-self.tokens // max(micro_batch_tokens, 1)))
+        self._seconds: dict[tuple[Team, int, int], np.ndarray] = {}
+        layers = self.layers = len(model.layers)
+        self.points = np.arange(layers + 1)
+        self.head = sum(row.labels for row in rows) * model.head_flops_per_label
+        self.valid = np.arange(layers + 1)[:, None] < np.arange(layers + 1)[None, :]
+        self.flops = _between(self.table.before(rows))
+        self.flops[:, layers] += self.head
+        self.dequantised = _between(self.table.dequantised)
+        self.packed = _between(self.table.packed)
+        self.adapter = _between(self.table.adapter)
+        per_token = [0, *np.cumsum([layer.boundary_bytes_per_token for layer in model.layers]).tolist()]
+        self.boundary = _between(per_token)
+        self.outer = np.zeros_like(self.packed)
+        self.outer[0, :] += model.first_bytes
+        self.outer[:, layers] += model.last_bytes
+        self.slots = 2 * _range_max([layer.packed_bytes for layer in model.layers])
+        self.state = self.adapter + _range_max([layer.dequantised_bytes for layer in model.layers])
+        activation = _range_max([layer.activation_bytes_per_token for layer in model.layers])
+        self.rest = self.outer + activation * self.largest
+        divided = [layer.flops_per_token * layer.divisible for layer in model.layers]
+        whole = _between([0, *np.cumsum([layer.flops_per_token for layer in model.layers]).tolist()])
+        self.divisible = _between([0, *np.cumsum(divided).tolist()]) / np.where(whole > 0, whole, 1)
+
+    def on_grid(self, points: Sequence[int]) -> Fluid:
+        """The same for runs of layers that begin and end at some points only (the first and the last among them)."""
+        other = copy(self)
+        other._seconds = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray) and value.ndim == 2:
+                setattr(other, name, value[np.ix_(points, points)])
+        other.points = np.asarray(points)
+        return other
+
+    def compute(self, team: Team, groups: int) -> np.ndarray:
+        """Seconds of a step in each run of layers, memory aside."""
+        fixed = [2 * groups * self.dequantised / self.devices[r].dequantise_bytes_per_s for r in team.ranks]
+        speeds = [self.devices[r].flops_per_s for r in team.ranks]
+        if team.way == "tokens":
+            work = self.flops.copy()
+            for f, v in zip(fixed, speeds, strict=True):
+                work = work + f * v
+            return work / sum(speeds)
+        inverse = np.zeros_like(self.flops)
+        for f, v in zip(fixed, speeds, strict=True):
+            inverse = inverse + 1 / np.where(self.valid, self.flops / v + f, 1.0)
+        n, d = len(team.ranks), self.divisible
+        return (d + n * (1 - d)) / inverse + self._rings(team, groups)
+
+    def _rings(self, team: Team, groups: int) -> np.ndarray:
+        count = max(self.micro_batches, groups)
+        latency = self.links.ring_seconds(self.devices, team.ranks, 0)
+        per_byte = self.links.ring_seconds(self.devices, team.ranks, 1.0) - latency
+        layers = self.points[None, :] - self.points[:, None]
+        return REDUCES_PER_LAYER * (layers * count * latency + self.boundary * self.tokens * per_byte)
+
+    def need(self, team: Team, k: int, groups: int, flying: int, stream: bool) -> np.ndarray:
+        """Bytes that device k of a team needs: with nothing held (two slots instead), or with all layers held."""
+        share = self._shares_about(team)[k]
+        held = self.slots if stream else self.packed
+        if team.way == "experts":
+            part = 1 - self.divisible * (1 - share)
+            out = (held + self.state) * part + self.rest
+            tokens = self.tokens * min(1.0, flying / groups)
+        else:
+            out = held + self.state + self.rest
+            tokens = self.tokens * min(1.0, flying / groups) * share
+        if self.devices[team.ranks[k]].spills:
+            return out
+        return out + self.boundary * tokens
+
+    def seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
+        """Seconds of a step in each run of layers [a, b); infinite where a >= b or where it does not fit.
+
+        Args:
+            flying: groups held at most between forward and back.
+        """
+        key = (team, groups, flying)
+        if key not in self._seconds:
+            self._seconds[key] = self._find_seconds(team, groups, flying)
+        return self._seconds[key]
+
+    def _find_seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
+        out = self.compute(team, groups)
+        for k, rank in enumerate(team.ranks):
+            device = self.devices[rank]
+            if device.memory_bytes is None:
+                continue
+            short = self.need(team, k, groups, flying, stream=False) - device.memory_bytes
+            if device.read_bytes_per_s <= 0:
+                out = np.where(short > 0, np.inf, out)
+                continue
+            least = self.need(team, k, groups, flying, stream=True)
+            part = 1 - self.divisible * (1 - self._shares_about(team)[k]) if team.way == "experts" else 1.0
+            whole = self.packed * part
+            streamed = np.minimum(short + self.slots * part, whole)
+            read = np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
+            out = np.where(least > device.memory_bytes, np.inf, np.maximum(out, read))
+        return np.where(self.valid, out, np.inf)
+
+    def pressure(self, team: Team, groups: int, flying: int) -> np.ndarray:
+        """The least memory needed over what there is, of the device that is shortest of it, in each run of layers."""
+        out = np.zeros_like(self.packed)
+        for k, rank in enumerate(team.ranks):
+            device = self.devices[rank]
+            if device.memory_bytes is not None:
+                need = self.need(team, k, groups, flying, stream=device.read_bytes_per_s > 0)
+                out = np.maximum(out, need / device.memory_bytes)
+        return np.where(self.valid, out, np.inf)
+
+    def _shares_about(self, team: Team) -> list[float]:
+        speeds = [self.devices[r].flops_per_s for r in team.ranks]
+        return [v / sum(speeds) for v in speeds]
+
+    def shares(self, team: Team, first: int, last: int, groups: int) -> tuple[float, ...]:
+        """Shares under which all of a team's devices end together; 0 for one that its own dequantising alone keeps longer."""
+        n = len(team.ranks)
+        if n == 1:
+            return (1.0,)
+        flops = float(self.flops[first, last])
+        nbytes = float(self.dequantised[first, last])
+        fixed = [2 * groups * nbytes / self.devices[r].dequantise_bytes_per_s for r in team.ranks]
+        whole = [flops / self.devices[r].flops_per_s for r in team.ranks]
+        if team.way == "experts":
+            d = float(self.divisible[first, last])
+            work = [w + f for w, f in zip(whole, fixed, strict=True)]
+            fixed, whole = [(1 - d) * w for w in work], [d * w for w in work]
+        return level_shares(fixed, whole, keep=team.way == "experts")
+
+    def reduce_seconds(self, team: Team, first: int, last: int) -> float:
+        if team.way == "experts":
+            return 0.0
+        nbytes = (self.table.adapter[last] - self.table.adapter[first]) / STATE_BYTES * GRADIENT_BYTES
+        return self.links.ring_seconds(self.devices, team.ranks, nbytes)
+
+    def cut(
+        self, teams: Sequence[Team], groups: int, in_flight: int | None = None
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """Layers for teams in order: (estimated seconds of a step, ends), or None when nothing fits.
+
+        Args:
+            in_flight: groups that the first stage holds at most; None: as many as there are stages.
+        """
+        found = cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)])
+        return None if found is None else (self.estimate(teams, found[1], groups, in_flight), found[1])
+
+    def tightest(self, teams: Sequence[Team], groups: int, in_flight: int | None = None) -> tuple[int, ...]:
+        """Ends of the cut that comes nearest to fitting."""
+        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)])
+        assert found is not None, "fewer layers than teams"
+        return found[1]
+
+    def estimate(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> float:
+        """Seconds of a step with stages that end there: the slowest stage's, and the others' with one group (filling)."""
+        times = self.stage_seconds(teams, ends, groups, in_flight)
+        return max(times) + (sum(times) - max(times)) / groups
+
+    def stage_seconds(
+        self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None
+    ) -> list[float]:
+        cells = zip([0, *ends[:-1]], ends, self._flying(teams, groups, in_flight), strict=True)
+        return [float(self.seconds(*x)[a, b]) for a, b, x in cells]
+
+    def _flying(self, teams: Sequence[Team], groups: int, in_flight: int | None) -> list[tuple[Team, int, int]]:
+        limit = len(teams) if in_flight is None else in_flight
+        return [(team, groups, min(groups, max(1, limit - s))) for s, team in enumerate(teams)]
+
+    def split(self, teams: Sequence[Team], ends: Sequence[int], groups: int) -> Split:
+        firsts = [0, *ends[:-1]]
+        stages = tuple(
+            Stage(a, b, team.ranks, self.shares(team, a, b, groups), team.way)
+            for team, a, b in zip(teams, firsts, ends, strict=True)
+        )
+        return Split(stages, groups if len(stages) > 1 else 1)
+
+
+def cut(matrices: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]] | None:
+    """Cut layers into consecutive runs so that the largest figure is smallest; exact.
+
+    Args:
+        matrices: [L + 1, L + 1] for each run: its figure for layers [a, b).
+
+    Returns:
+        The largest figure and where each run ends; None when every cut has an infinite one.
+    """
+    layers = matrices[0].shape[0] - 1
+    best = matrices[0][0]
+    back = []
+    for matrix in matrices[1:]:
+        both = np.maximum(best[:, None], matrix)
+        back.append(both.argmin(axis=0))
+        best = both.min(axis=0)
+    if not np.isfinite(best[layers]):
+        return None
+    ends = [layers]
+    for pointers in reversed(back):
+        ends.append(int(pointers[ends[-1]]))
+    return float(best[layers]), tuple(reversed(ends))
+
+
+def level_shares(fixed: Sequence[float], whole: Sequence[float], keep: bool = False) -> tuple[float, ...]:
+    """Shares x (sum 1) that make the largest of fixed + x * whole smallest.
+
+    Args:
+        keep: nobody may be left without: a share below a hundredth of an even one is raised to that.
+    """
+    if min(whole) <= 0:
+        return (1.0 / len(whole),) * len(whole)
+    able = list(range(len(fixed)))
+    while True:
+        level = (1 + sum(fixed[k] / whole[k] for k in able)) / sum(1 / whole[k] for k in able)
+        out = [k for k in able if level <= fixed[k]]
+        if not out:
+            break
+        able = [k for k in able if k not in out]
+    shares = [(level - fixed[k]) / whole[k] if k in able else 0.0 for k in range(len(fixed))]
+    if keep:
+        shares = [max(x, 0.01 / len(fixed)) for x in shares]
+    total = sum(shares)
+    return tuple(x / total for x in shares)
+
+
+def _between(sums: Sequence[float]) -> np.ndarray:
+    x = np.asarray(sums, dtype=np.float64)
+    return np.maximum(x[None, :] - x[:, None], 0.0)
+
+
+def _range_max(values: Sequence[float]) -> np.ndarray:
+    n = len(values)
+    out = np.zeros((n + 1, n + 1))
+    for a in range(n):
+        out[a, a + 1 :] = np.maximum.accumulate(np.asarray(values[a:], dtype=np.float64))
+    return out
