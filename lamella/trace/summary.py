@@ -162,7 +162,8 @@ def _of_peer(sums: Sequence[_Sums], q: int, split: str, steps: int) -> Finding |
     slow = sums[q]
     who = ", ".join(f"rank {r} waits {share:.0%}" for r, share in waits.items())
     text = f"{who} for rank {q} (busy {slow.share(slow.busy_s):.0%}): "
-    cause, seconds = max({**slow.wait_s, "": 0.0}.items(), key=lambda item: item[1])
+    behind = {cause: s for cause, s in slow.wait_s.items() if cause not in {f"rank {r}" for r in waits}}
+    cause, seconds = max(behind.items(), key=lambda item: item[1], default=("", 0.0))
     if slow.share(seconds) >= 0.2:
         text += f"it waits itself {slow.share(seconds):.0%} for {_named(cause)}; see there"
     elif split == "stages":
