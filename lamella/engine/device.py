@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lamella.errors import UserError
 from lamella.store.reader import PackedGroup
+from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 DEVICE_SHARE = 0.6
@@ -202,7 +203,8 @@ class DeviceSlots:
         slot = next(s for s in range(2) if self.holds[s] not in kept)
         before = self._arriving[slot]
         if before is not None:
-            before.result()  # a layer that was fetched and never taken: nobody may still write here
+            with RECORDER.span("wait_disk", f"layer {self.holds[slot]}"):
+                before.result()  # a layer that was fetched and never taken: nobody may still write here
         self.holds[slot] = layer
         after = self.read[slot]
         if host is None:
@@ -233,8 +235,10 @@ class DeviceSlots:
         """The layer's bytes on the device; arithmetic given from now on waits for its copy."""
         arriving = self._arriving[self.holds.index(layer)]
         assert arriving is not None
-        packed, mark = arriving.result()
-        self.copier.wait(mark)
+        with RECORDER.span("wait_disk", f"layer {layer}"):
+            packed, mark = arriving.result()
+        with RECORDER.span("wait_host", f"layer {layer}", nbytes=packed.buffer.numel()):
+            self.copier.wait(mark)
         return packed
 
     def done(self, layer: int) -> None:

@@ -36,6 +36,7 @@ from lamella.models.skeleton import Skeleton
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.verify import read_exactly
+from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 ALIGN_BYTES = 64
@@ -275,7 +276,7 @@ class LayerWeights:
         for i in (*self.residency.resident, *self.residency.pinned):
             resident = i in self.residency.resident
             host = HostArena(self.store.group_bytes(i), self._pin and not resident)
-            packed = self.store.load(i, host.bytes)
+            packed = self._read(i, host.bytes)
             if resident:
                 on_device = packed.buffer.to(self.device, copy=True)
                 self._packed[i] = PackedGroup(on_device, packed.records, packed.block_size)
@@ -358,7 +359,7 @@ class LayerWeights:
                 on_disk = len(self.residency.streamed) > len(self.residency.pinned)
                 self._host_slots = [HostArena(size, self._pin) for _ in range(2)] if on_disk else []
                 slots = [arena.bytes for arena in self._host_slots]
-                self._on_device = DeviceSlots(self.device, size, self.copier, self.store.load, slots)
+                self._on_device = DeviceSlots(self.device, size, self.copier, self._read, slots)
         elif self.residency.streamed:
             size = max(self.store.group_bytes(i) for i in self.residency.streamed)
             self._slots = [aligned_bytes(size) for _ in range(2)]
@@ -377,10 +378,14 @@ class LayerWeights:
             del self._slot_of[other]
             self._loading.pop(other)
         self._slot_of[i] = slot
-        self._loading[i] = self._reader.submit(self.store.load, i, self._slots[slot])
+        self._loading[i] = self._reader.submit(self._read, i, self._slots[slot])
 
     def _load_for_good(self, i: int) -> PackedGroup:
-        return self.store.load(i, aligned_bytes(self.store.group_bytes(i), self._pin))
+        return self._read(i, aligned_bytes(self.store.group_bytes(i), self._pin))
+
+    def _read(self, i: int, into: Tensor) -> PackedGroup:
+        with RECORDER.span("load", f"layer {i}", nbytes=self.store.group_bytes(i), lane="read"):
+            return self.store.load(i, into)
 
     def packed(self, i: int) -> PackedGroup:
         """Layer i's bytes, read now if they are not here; the next layer of the walk is read ahead."""
@@ -388,9 +393,11 @@ class LayerWeights:
             return self._packed[i]
         self._request(i, self.bound)
         if i in self._first:
-            self._packed[i] = self._first.pop(i).result()
+            with RECORDER.span("load", f"layer {i}"):
+                self._packed[i] = self._first.pop(i).result()
             return self._packed[i]
-        return self._loading[i].result()
+        with RECORDER.span("wait_disk", f"layer {i}"):
+            return self._loading[i].result()
 
     def bind(self, i: int) -> None:
         """Bring layer i's weights into its modules; nothing to do when it is the one at work."""
@@ -400,8 +407,9 @@ class LayerWeights:
             self._outer_map.madvise(mmap.MADV_DONTNEED)  # rows and head of the pass before; memory is short
         before = self.bound
         packed = self.packed(i) if self._on_device is None else self._take(i)
-        for fill in self._fills[i]:
-            packed.dequantize_many(fill.names, fill.out)
+        with RECORDER.span("dequantise", f"layer {i}"):
+            for fill in self._fills[i]:
+                packed.dequantize_many(fill.names, fill.out)
         for other in self._experts[before] if before is not None else ():
             other.group = None
         for experts in self._experts[i]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamella.errors import RunFailed, UserError
+from lamella.trace.recorder import RECORDER, Cause
 
 T = TypeVar("T")
 
@@ -67,9 +68,13 @@ class Ranks:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _call(self, collective: Callable[[], T]) -> T:
+    def _call(
+        self, collective: Callable[[], T], name: str = "numbers", cause: Cause = "reduce", nbytes: int = 0,
+        peer: int | None = None,
+    ) -> T:  # fmt: skip
         try:
-            return collective()
+            with RECORDER.span(cause, name, nbytes=nbytes, peer=peer):
+                return collective()
         except RuntimeError as error:  # gloo's way to say that a peer is gone or the time is up
             raise RunFailed(
                 f"rank {self.rank} lost the other ranks, {self._where}: {error}",
@@ -81,14 +86,14 @@ class Ranks:
         self._where = f"in {where}"
         if self.world > 1:
             patience = timedelta(seconds=self.timeout_s)
-            self._call(lambda: dist.monitored_barrier(timeout=patience, wait_all_ranks=True))
+            self._call(lambda: dist.monitored_barrier(timeout=patience, wait_all_ranks=True), "meet", "wait_peer")
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Sum over ranks, in float64."""
         if self.world == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
-        self._call(lambda: dist.all_reduce(total))
+        self._call(lambda: dist.all_reduce(total), nbytes=total.nbytes)
         result: list[float] = total.tolist()
         return result
 
@@ -105,7 +110,7 @@ class Ranks:
         for p, view in zip(live, views, strict=True):
             if p.grad is not None:
                 view.copy_(p.grad.reshape(-1))
-        self._call(lambda: dist.all_reduce(flat))
+        self._call(lambda: dist.all_reduce(flat), "gradients", nbytes=flat.nbytes)
         for p, view in zip(live, views, strict=True):
             p.grad = view.view_as(p).to(p.device)
 
@@ -133,7 +138,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        self._call(lambda: dist.all_gather_object(values, value))
+        self._call(lambda: dist.all_gather_object(values, value), "objects")
         return values
 
     def agree(self, what: str, value: Any) -> None:
@@ -167,7 +172,8 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        self._call(lambda: dist.broadcast_object_list(box, src=0))
+        cause: Cause = "reduce" if self.first else "wait_peer"
+        self._call(lambda: dist.broadcast_object_list(box, src=0), "from rank 0", cause, peer=0)
         return box[0]
 
 

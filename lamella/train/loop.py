@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +26,10 @@ from lamella.console import notice, progress
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks
-from lamella.trace.recorder import BUSY, RECORDER
+from lamella.trace.recorder import RECORDER
+from lamella.trace.summary import DeviceFacts, summarise
 from lamella.train import receipt as receipts
+from lamella.train import tracing
 from lamella.train.checkpoint import load_optimizer, load_state
 from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
@@ -67,8 +69,12 @@ class Run:
     started_s: float
     spread: Spread
     shards: Shards
+    device_facts: list[DeviceFacts]
     stop: bool = False
     saving: bool = False
+    traced: bool = False
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    """What each rank did since the step before, as `metrics.jsonl` has it."""
 
     @property
     def total_steps(self) -> int:
@@ -161,8 +167,9 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
     (rate,) = ranks.sum_numbers([parts.engine.matmul_rate().best])
     spread = EvenRows(ranks, parts.data) if parts.spread is None else parts.spread(state.split)
     state.split = spread.state()
+    facts = tracing.begin(ranks, config.trace.steps, parts.engine.facts())
     return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter(),
-               spread, Shards(ranks, spread, optimizer))  # fmt: skip
+               spread, Shards(ranks, spread, optimizer), facts)  # fmt: skip
 
 
 def _train(run: Run) -> TrainResult:
@@ -170,7 +177,10 @@ def _train(run: Run) -> TrainResult:
         receipts.check_before(run.config, run.parts)
         if run.state.step == 0 and run.state.start:
             _check_start(run)
-        if not _all_steps(run):
+        whole = _all_steps(run)
+        tracing.write(run.ranks, run.folder.trace_path, run.device_facts)
+        run.traced = True
+        if not whole:
             raise KeyboardInterrupt
         _finish(run)
     except (Exception, KeyboardInterrupt) as error:
@@ -188,6 +198,8 @@ def _write_failure(run: Run, error: BaseException) -> None:
         run.folder.checkpoints.settle()
     except (OSError, UserError) as second:
         notice(f"warning: the last checkpoint is lost: {second}")
+    if not run.traced:
+        tracing.write_alone(run.ranks, run.folder.trace_path, run.device_facts)
     steps = run.folder.checkpoints.steps()
     kept = run.folder.checkpoints.path(steps[-1]) if steps else None
     try:
@@ -252,7 +264,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
     state, data, k = run.state, run.parts.data, run.state.step
     begin_s = time.perf_counter()
-    RECORDER.begin_step(k + 1)
+    RECORDER.begin_step(k)
     rows = data.rows_of(k)
     tokens = sum(data.tokens(row) for row in rows.rows)
     label_tokens = sum(data.label_tokens(row) for row in rows.rows)
@@ -267,11 +279,13 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     else:
         _check_present(run, present)
         run.shards.sum_gradients(present)
-        norm = run.shards.grad_norm()
+        with RECORDER.span("optimizer", "gradient norm"):
+            norm = run.shards.grad_norm()
         if math.isfinite(norm):
             _note_touched(run)
             _settle(run)
-            rate = run.optimizer.step(k, norm)
+            with RECORDER.span("optimizer", "update"):
+                rate = run.optimizer.step(k, norm)
         else:
             reason = f"non-finite gradient (norm {norm})"
     if not reason:
@@ -300,6 +314,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "flops": flops,
         "flop_per_s": flops / max(step_s, 1e-9),
         "utilisation": flops / max(step_s, 1e-9) / run.matmul_flops_per_s,
+        "devices": run.devices,
         "rss_bytes": rss_bytes(),
         "skipped": reason or None,
     }
@@ -332,16 +347,19 @@ def _gradients(
         if run.spread.pipelined:  # the others wait for this rank in the middle of their steps: they learn it by its end
             raise
         ranks.meet(f"step {k + 1}")
-        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters)])
+        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters), *tracing.no_numbers(ranks)])
         ranks.gather(str(error) or repr(error))
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
     ranks.meet(f"step {k + 1}")
-    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present])
+    times = tracing.numbers(ranks, sum(map(run.parts.data.tokens, mine)), len(mine))
+    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present, *times])
+    total, times = total[: -len(times)], total[-len(times) :]
     if total[3]:
         failures = enumerate(ranks.gather(""))
         rank, text = next((rank, text) for rank, text in failures if text)
         raise RunFailed(f"rank {rank} failed in step {k + 1}: {text}")
+    run.devices = tracing.devices(ranks, times)
     if label_tokens and not (run.state.start or run.state.updates):
         run.state.start = next((found for found in ranks.gather(start) if found), {})
         if run.state.start:
@@ -353,8 +371,7 @@ def _adapt(run: Run) -> None:
     """Divide the steps to come by what this one took on each rank."""
     if run.ranks.world == 1 or run.state.step == run.total_steps:
         return
-    seconds = RECORDER.totals.seconds
-    busy = run.ranks.gather(sum(seconds.get(cause, 0.0) for cause in BUSY))
+    busy = [device["compute_s"] for device in run.devices]
     owners = {name: run.spread.owners(name) for name in run.optimizer.parameters}
     moved = run.spread.adapt(run.parts.data.rows_of(run.state.step - 1).rows, busy)
     if moved is None:
@@ -472,7 +489,8 @@ def _save_here(run: Run) -> None:
             raise RunFailed(f"{len(broken)} adapter tensors are not finite after step {step}: {_some(broken)}")
         return run.parts.adapter.save(folder)
 
-    run.folder.checkpoints.save(step, adapter, moments, run.state.to_json(), need_bytes, best)
+    with RECORDER.span("save", f"step {step}"):
+        run.folder.checkpoints.save(step, adapter, moments, run.state.to_json(), need_bytes, best)
 
 
 def _finish(run: Run) -> None:
@@ -518,11 +536,13 @@ def _check_memory(run: Run) -> None:
 
 
 def _facts(run: Run) -> receipts.Facts:
+    metrics = run.folder.metrics.read()
+    split = "tokens" if run.config.split.kind == "auto" else run.config.split.kind
     return receipts.Facts(
         config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
-        zero_names=run.zero_names, metrics=run.folder.metrics.read(), checkpoints=run.folder.checkpoints,
+        zero_names=run.zero_names, metrics=metrics, checkpoints=run.folder.checkpoints,
         train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
-        matmul_flops_per_s=run.matmul_flops_per_s,
+        matmul_flops_per_s=run.matmul_flops_per_s, devices=summarise(metrics, run.device_facts, split),
     )  # fmt: skip
 
 

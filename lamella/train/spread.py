@@ -125,7 +125,10 @@ class SplitRows:
         budget = self._engine.budget_bytes
         device = config.devices[rank].device if config.devices else config.compute.device
         mine = Measured(
-            f"rank {rank} ({device})", socket.gethostname(), self._engine.matmul_rate().best / factor, budget
+            f"rank {rank} ({device})",
+            socket.gethostname(),
+            self._engine.matmul_rate().best / self._engine.walk.pace.factor,
+            budget,
         )
         return [
             Device(m["name"], m["host"], REACHED * m["flops_per_s"], DEQUANTISE_BYTES_PER_S, READ_BYTES_PER_S,
