@@ -511,7 +511,8 @@ def _stop_signals(run: Run) -> Iterator[None]:
         if run.ranks.first:
             notice("stopping after this step; once more to stop at once, without saving")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in wanted}
     try:
         yield
     finally:
