@@ -176,6 +176,12 @@ class SplitConfig(Section):
     """Each device reads 1/N of a streamed layer and gets the rest from its peers; `auto`: where peer links are faster."""
 
 
+class LaunchConfig(Section):
+    restarts: int = Field(3, ge=0)
+    """How often all local ranks are started again, from the last checkpoint, when one of them is lost. Under `torchrun`
+    its own --max-restarts counts."""
+
+
 class TraceConfig(Section):
     steps: int = Field(5, ge=0)
     """Last steps that `trace.json` shows; 0: no trace."""
@@ -223,6 +229,8 @@ class RunConfig(Section):
     """One entry per rank; empty: `compute` says it, or every visible GPU is one."""
     split: SplitConfig = SplitConfig()
     """How several devices share the work."""
+    launch: LaunchConfig = LaunchConfig()
+    """Starting local ranks."""
     trace: TraceConfig = TraceConfig()
     """What each device spends its time on."""
     checkpoint: CheckpointConfig = CheckpointConfig()

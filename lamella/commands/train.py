@@ -25,8 +25,14 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what an earlier run of this name left.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the steps; stop.")] = False,
 ) -> None:
-    """Train an adapter; a run that was interrupted goes on from its newest complete checkpoint."""
+    """Train an adapter; a run that was interrupted goes on from its newest complete checkpoint.
+
+    With several [[devices]], or device "cuda" and several GPUs, it starts one process for each.
+    """
     from lamella.config import load_run_config
+    from lamella.launch.local import local_ranks, start_ranks
+    from lamella.launch.rank import enter, is_restart
+    from lamella.ranks.place import started_by_launcher
 
     if resume and fresh:
         raise UserError("--resume and --fresh together", fix="give one of them")
@@ -34,9 +40,26 @@ def train(
     if dry_run:
         _show_plan(config)
         return
+    if started_by_launcher():
+        enter(config)
+        fresh = fresh and not is_restart()
+    elif (count := local_ranks(config)) > 1:
+        _check_inputs(config)
+        mode = ["--resume"] if resume else ["--fresh"] if fresh else []
+        start_ranks(config, count, [str(run), *(overrides or [])], mode)
+        return
     from lamella.train.loop import train_run
 
     train_run(config, "resume" if resume else "fresh" if fresh else "auto")
+
+
+def _check_inputs(config: RunConfig) -> None:
+    """What can be found wrong without starting a rank."""
+    from lamella.store.reader import Store
+    from lamella.train.state import check_validation
+
+    check_validation(config.validation)
+    Store.open(config.store)
 
 
 def _show_plan(config: RunConfig, most: int = 10) -> None:

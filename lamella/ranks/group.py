@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lamella.errors import RunFailed, UserError
+from lamella.errors import RankLost, RunFailed, UserError
 from lamella.trace.recorder import RECORDER, Cause
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Ranks:
             with RECORDER.span(cause, name, nbytes=nbytes, peer=peer):
                 return collective()
         except RuntimeError as error:  # gloo's way to say that a peer is gone or the time is up
-            raise RunFailed(
+            raise RankLost(
                 f"rank {self.rank} lost the other ranks, {self._where}: {error}",
                 fix=f"see the first error of the other ranks; {TIMEOUT} sets how long they are waited for",
             ) from error

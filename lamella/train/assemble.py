@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
 from lamella.ranks.group import Ranks
+from lamella.ranks.place import place_of
 from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
@@ -333,15 +333,10 @@ class Spreads:
 
 
 def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
-    config = config.for_rank(ranks.rank)
-    threads = config.compute.threads
-    if threads is None and ranks.world > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-        threads = max(1, len(os.sched_getaffinity(0)) // local)
+    place = place_of(config, ranks.rank, ranks.world)
     return Engine.open(
-        store, dtype=config.compute.dtype, device=config.compute.device,
-        budget_bytes=None if config.memory.budget is None else parse_bytes(config.memory.budget),
-        recompute=config.memory.recompute, threads=threads, seed=config.train.seed,
+        store, dtype=config.compute.dtype, device=place.device, budget_bytes=place.budget_bytes,
+        recompute=config.memory.recompute, threads=place.threads, seed=config.train.seed,
         pace=config.devices[ranks.rank].slowdown if config.devices else 1.0,
     )  # fmt: skip
 

@@ -352,7 +352,7 @@ def _gradients(
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
     ranks.meet(f"step {k + 1}")
-    times = tracing.numbers(ranks, sum(map(run.parts.data.tokens, mine)), len(mine))
+    times = tracing.numbers(ranks, *run.spread.counts(work))
     total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present, *times])
     total, times = total[: -len(times)], total[-len(times) :]
     if total[3]:
@@ -568,7 +568,8 @@ def _stop_signals(run: Run) -> Iterator[None]:
         if run.ranks.first:
             notice("stopping after this step; once more to stop at once, without saving")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in wanted}
     try:
         yield
     finally:

@@ -61,6 +61,10 @@ class EvenRows:
         mine = [rows[position] for position in share_rows(lengths, [1.0] * self._ranks.world)[self._ranks.rank]]
         return self._data.pack(mine) if mine else None
 
+    def counts(self, work: list[PackedBatch] | None) -> tuple[int, int]:
+        """Tokens and rows of this rank's part."""
+        return _counts(work or [])
+
     def owners(self, name: str) -> tuple[int, ...]:
         """Ranks that train this parameter."""
         return tuple(range(self._ranks.world))
@@ -172,6 +176,10 @@ class SplitRows:
         work = rank_work(self.split, self.plan(rows), self._ranks.rank, rows, self._data.pack)
         return work if work.tasks else None
 
+    def counts(self, work: RankWork | None) -> tuple[int, int]:
+        """Tokens and rows of this rank's part."""
+        return _counts([task.batch for task in work.tasks] if work is not None else [])
+
     def part_of(self, rows: Sequence[int], data: RowSource) -> RankWork | None:
         """This rank's work on rows of other data, such as those held out."""
         work = rank_work(self.split, self._plan_of(self.costs(rows, data)), self._ranks.rank, rows, data.pack)
@@ -218,6 +226,10 @@ class SplitRows:
     def state(self) -> dict[str, Any] | None:
         """For the checkpoint: a resumed run of as many ranks goes on with this split."""
         return {"stages": [asdict(stage) for stage in self.split.stages], "groups": self.split.groups}
+
+
+def _counts(batches: Sequence[PackedBatch]) -> tuple[int, int]:
+    return sum(batch.tokens for batch in batches), sum(len(batch.row_ids) for batch in batches)
 
 
 def _ranks_of(state: dict[str, Any]) -> int:
