@@ -35,7 +35,7 @@ from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
-from lamella.train.spread import SplitRows, check_devices
+from lamella.train.spread import SplitRows
 from lamella.train.state import check_validation
 from lamella.units import format_bytes, parse_bytes
 
@@ -337,7 +337,7 @@ def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
     return Engine.open(
         store, dtype=config.compute.dtype, device=place.device, budget_bytes=place.budget_bytes,
         recompute=config.memory.recompute, threads=place.threads, seed=config.train.seed,
-        pace=config.devices[ranks.rank].slowdown if config.devices else 1.0,
+        pace=place.slowdown,
     )  # fmt: skip
 
 
@@ -426,7 +426,6 @@ def _base(engine: Engine, expected: dict[str, tuple[int, str]]) -> Base:
 def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts:
     """Open everything; no weight of a layer is read. Data come first: they are the cheapest to be wrong."""
     check_metric(config)
-    check_devices(config, ranks)
     store = Store.open(config.store)
     aux_coef = router_aux_coef(config, store, ranks)
     tokenizer = load_tokenizer(config.store)

@@ -17,7 +17,6 @@ from lamella.data.batching import share_rows
 from lamella.engine import Engine
 from lamella.engine.costs import model_cost
 from lamella.engine.stages import RankWork, rank_work
-from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.plan.balance import Balancer
 from lamella.plan.costs import ModelCost, RowCost
@@ -28,7 +27,6 @@ from lamella.plan.split import Split, Stage
 from lamella.plan.work import StepPlan, plan_step
 from lamella.ranks.group import Ranks
 from lamella.train.parts import TrainData
-from lamella.units import parse_bytes
 
 LOCAL = Link(bytes_per_s=2e9, latency_s=50e-6)
 REMOTE = Link(bytes_per_s=110e6, latency_s=300e-6)
@@ -241,19 +239,3 @@ def _split_from(state: dict[str, Any]) -> Split:
         Stage(s["first"], s["last"], tuple(s["ranks"]), tuple(s["shares"]), s["way"]) for s in state["stages"]
     )
     return Split(stages, int(state["groups"]))
-
-
-def check_devices(config: RunConfig, ranks: Ranks) -> None:
-    """Raises `UserError` when `[[devices]]` names another number of ranks than there are."""
-    if config.devices and len(config.devices) != ranks.world:
-        raise UserError(
-            f"[[devices]] has {len(config.devices)} entries, but {ranks.world} ranks were started",
-            fix=f"start {len(config.devices)} ranks, or write one entry per rank",
-        )
-
-
-def budget_of(config: RunConfig, rank: int) -> int | None:
-    """`devices[rank].budget`, else `memory.budget` (bytes)."""
-    own = config.devices[rank].budget if config.devices else None
-    text = own or config.memory.budget
-    return None if text is None else parse_bytes(text)
