@@ -14,29 +14,39 @@ import torch
 from tests.train.processes import LIMIT_S, free_port
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, results: Any) -> None:
+def _enter(
+    rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, results: Any, join: bool
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
     from lamella.ranks.group import Ranks
 
     torch.set_num_threads(1)
     try:
-        ranks = Ranks.join()
+        ranks = Ranks.join() if join else None
         value = io.BytesIO()  # tensors would go by shared file, which ends with this process
-        torch.save(function(ranks, *args), value)
+        torch.save(function(ranks, *args) if ranks is not None else function(*args), value)
         results.put((rank, value.getvalue(), ""))
-        ranks.leave()
+        if ranks is not None:
+            ranks.leave()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise
 
 
-def run_as_ranks(world: int, function: Callable[..., Any], *args: Any, preload: str = "tests.train.fake") -> list[Any]:
-    """`function(ranks, *args)` on each of `world` ranks (it and its arguments must pickle); what each returned."""
+def run_as_ranks(
+    world: int, function: Callable[..., Any], *args: Any, preload: str = "tests.train.fake", join: bool = True
+) -> list[Any]:
+    """`function(ranks, *args)` on each of `world` ranks (it and its arguments must pickle); what each returned.
+
+    Without `join` it is `function(*args)`, which joins the group itself.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.fake", preload])
     results, port = context.Queue(), free_port()
-    processes = [context.Process(target=_enter, args=(r, world, port, function, args, results)) for r in range(world)]
+    processes = [
+        context.Process(target=_enter, args=(r, world, port, function, args, results, join)) for r in range(world)
+    ]
     for process in processes:
         process.start()
     found, faults = {}, []

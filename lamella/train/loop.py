@@ -163,10 +163,10 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
             )
         parts.adapter.load_state(beginning.checkpoint)
         optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
-    memory = parts.base.in_memory()
     (rate,) = ranks.sum_numbers([parts.engine.matmul_rate().best])
     spread = EvenRows(ranks, parts.data) if parts.spread is None else parts.spread(state.split)
     state.split = spread.state()
+    memory = parts.base.in_memory()
     facts = tracing.begin(ranks, config.trace.steps, parts.engine.facts())
     return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter(),
                spread, Shards(ranks, spread, optimizer), facts)  # fmt: skip
@@ -379,7 +379,9 @@ def _adapt(run: Run) -> None:
     if moved:
         _settle(run)  # a save under way reads what is about to change
         run.shards.hand_over({name: owners[name] for name in moved})
+        _check_memory(run)  # of the layers held so far
     run.spread.settle()
+    run.memory = run.parts.base.in_memory()
     run.state.split = run.spread.state()
     if run.ranks.first:
         notice(f"after step {run.state.step}: {'; '.join(run.spread.lines())}")

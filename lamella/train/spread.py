@@ -109,16 +109,25 @@ class SplitRows:
         first_rows = self.costs(data.rows_of(0).rows)
         micro = config.train.micro_batch_tokens
         self.choice: Choice | None = None
+        self._in_flight: int | None = None
         if state is not None and _ranks_of(state) == ranks.world:
             self.split = _split_from(state)
         else:
             self.choice = find_split(self.model, self.devices, self.links, first_rows, config.split, micro)
-            self.split = self.choice.split
+            self.split, self._in_flight = self.choice.split, self.choice.in_flight
             if ranks.first:
                 for line in explain(self.choice, self.devices):
                     notice(line)
         self._speeds = [device.flops_per_s for device in self.devices]
-        self._balancer = Balancer(self.split, self.model, self.devices, self.links, config.split)
+        self._balancer = Balancer(
+            self.split,
+            self.model,
+            self.devices,
+            self.links,
+            config.split,
+            micro_batch_tokens=micro,
+            in_flight=self._in_flight,
+        )
         self._plan: tuple[tuple[int, ...], StepPlan] | None = None
         self._settle()
 
@@ -167,7 +176,9 @@ class SplitRows:
         return self._plan[1]
 
     def _plan_of(self, costs: Sequence[RowCost]) -> StepPlan:
-        return plan_step(self.split, self.model, self._speeds, costs, self._config.train.micro_batch_tokens)
+        return plan_step(
+            self.split, self.model, self._speeds, costs, self._config.train.micro_batch_tokens, self._in_flight
+        )
 
     def take(self, rows: Sequence[int]) -> RankWork | None:
         """This rank's work on these rows; None: it has nothing to do."""
@@ -205,7 +216,7 @@ class SplitRows:
             return None
         before = {name: self.owners(name) for name in self._layer_of}
         self.split, self._plan = proposed, None
-        self._speeds = list(self._balancer.speeds)
+        self._speeds = [device.flops_per_s for device in self._balancer.devices]
         return tuple(name for name, ranks in before.items() if self.owners(name) != ranks)
 
     def settle(self) -> None:
