@@ -301,12 +301,15 @@ class _Finder:
 
     def _why(self, t: _Tried, best: _Tried) -> str:
         if t.timeline is None:
-            return "does not fit: " + "; ".join(self._short(t))
+            return f"does not fit: {self._short(t)}"
         times = t.step_s / best.step_s
         return f"{format_seconds(t.step_s)} a step, {times:.3g} times as long" if times > 1.0005 else "no faster"
 
-    def _short(self, t: _Tried) -> list[str]:
-        return [f"{d.name}: {m.line()}" for d, m in zip(self.devices, t.memory, strict=True) if not m.fits]
+    def _short(self, t: _Tried) -> str:
+        short = [k for k, m in enumerate(t.memory) if not m.fits]
+        worst = max(short, key=lambda k: (_over(t.memory[k]), -k))
+        more = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+        return f"{self.devices[worst].name}: {t.memory[worst].line()}{more}"
 
     def _relief(self, best: _Tried) -> list[str]:
         """What would help: the same split with twice the links, twice the reading, or all layers held."""
