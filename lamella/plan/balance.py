@@ -1,15 +1,15 @@
 """Shares and layers follow the speed that steps show.
 
 What a device does in a step is known (FLOPs, bytes dequantised), so the seconds it was busy give its speed relative to what
-it was planned with. Two steps in a row that differ in the same direction, and agree, are a change and are believed at once;
-anything less is noise and only moves an average. A new split is proposed when it makes steps shorter by the threshold.
+it was planned with. Steps in a row that differ in the same direction, and agree, are a change: two when they differ much, four
+else. Anything less is noise and only moves an average. A new split is proposed when it makes steps shorter by the threshold.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lamella.config import SplitConfig
 from lamella.plan.costs import CostTable, ModelCost, RowCost
@@ -19,7 +19,11 @@ from lamella.plan.split import Split
 from lamella.plan.work import StepPlan, part_of
 
 AGREE = 0.5
-"""Two steps agree when they differ by at most so much of what they differ from the average."""
+"""Steps agree when each differs from their mean by at most so much of what that differs from the average."""
+CLEAR = 3.0
+"""Times the threshold: a difference that two steps prove."""
+PROOF = 4
+"""Steps that prove a smaller one."""
 MEMORY = 16
 """Steps that the average looks back."""
 SETTLED = 12
@@ -32,27 +36,30 @@ class _Speed:
 
     Attributes:
         slowness: log of planned speed over speed shown, on average.
-        apart: the last step's, where it stood apart from that.
+        apart: the last steps', where they stood apart from that, all on one side.
         steps: in the average.
     """
 
     slowness: float = 0.0
-    apart: float | None = None
+    apart: list[float] = field(default_factory=list)
     steps: int = 0
 
     def observe(self, x: float, threshold: float) -> None:
         off = x - self.slowness
         if abs(off) <= math.log1p(threshold):
-            self.apart = None
+            self.apart = []
             self.steps += 1
             self.slowness += off / min(self.steps, MEMORY)
             return
-        if self.apart is not None:
-            before = self.apart - self.slowness
-            if off * before > 0 and abs(off - before) <= AGREE * max(abs(off), abs(before)):
-                self.slowness, self.apart, self.steps = (x + self.apart) / 2, None, 2
+        self.apart = [y for y in self.apart if (y - self.slowness) * off > 0][-PROOF + 1 :] + [x]
+        for n in (2, PROOF):
+            last = self.apart[-n:]
+            mean = sum(last) / n
+            change = abs(mean - self.slowness)
+            agree = all(abs(y - mean) <= AGREE * change for y in last)
+            if len(last) == n and agree and (n == PROOF or change > math.log1p(CLEAR * threshold)):
+                self.slowness, self.apart, self.steps = mean, [], n
                 return
-        self.apart = x
 
 
 class Balancer:
@@ -134,7 +141,7 @@ class Balancer:
                 best.append(fluid.split(teams, found[1], self.split.groups))
         seconds = [slowest(fluid, split, groups) for split in best]
         now = slowest(fluid, self.split, groups)
-        settled = all(speed.steps >= SETTLED and speed.apart is None for speed in self._speeds)
+        settled = all(speed.steps >= SETTLED and not speed.apart for speed in self._speeds)
         saves = 1 - (self.threshold / 2 if settled else self.threshold)
         # Shares alone where they will do: layers that move take their adapter state along.
         choice = 1 if len(best) > 1 and seconds[1] <= seconds[0] * saves else 0

@@ -190,19 +190,17 @@ class Fluid:
         Args:
             in_flight: groups that the first stage holds at most; None: as many as there are stages.
         """
-        found = cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)])
-        return None if found is None else (self.estimate(teams, found[1], groups, in_flight), found[1])
+        return cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)], groups)
 
     def tightest(self, teams: Sequence[Team], groups: int, in_flight: int | None = None) -> tuple[int, ...]:
         """Ends of the cut that comes nearest to fitting."""
-        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)])
+        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)], None)
         assert found is not None, "fewer layers than teams"
         return found[1]
 
     def estimate(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> float:
-        """Seconds of a step with stages that end there: the slowest stage's, and the others' with one group (filling)."""
-        times = self.stage_seconds(teams, ends, groups, in_flight)
-        return max(times) + (sum(times) - max(times)) / groups
+        """Seconds of a step with stages that end there."""
+        return float(in_pipeline(self.stage_seconds(teams, ends, groups, in_flight), groups))
 
     def stage_seconds(
         self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None
@@ -223,28 +221,45 @@ class Fluid:
         return Split(stages, groups if len(stages) > 1 else 1)
 
 
-def cut(matrices: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]] | None:
-    """Cut layers into consecutive runs so that the largest figure is smallest; exact.
+def in_pipeline(times: Sequence[float], groups: int) -> float:
+    """Seconds of a step whose stages take `times`, in equal groups: a stage begins when one group has passed those before
+    it, and they take that group back when it is done."""
+    rest = 0.0
+    for t in reversed(times):
+        rest = max(t, t / groups + rest)
+    return rest
+
+
+def cut(matrices: Sequence[np.ndarray], groups: int | None) -> tuple[float, tuple[int, ...]] | None:
+    """Cut layers into consecutive runs so that a step takes the least time; exact for `in_pipeline`.
 
     Args:
         matrices: [L + 1, L + 1] for each run: its figure for layers [a, b).
+        groups: None: the largest figure alone is to be smallest.
 
     Returns:
-        The largest figure and where each run ends; None when every cut has an infinite one.
+        The least time (or largest figure) and where each run ends; None when every cut has an infinite one.
     """
     layers = matrices[0].shape[0] - 1
-    best = matrices[0][0]
-    back = []
-    for matrix in matrices[1:]:
-        both = np.maximum(best[:, None], matrix)
-        back.append(both.argmin(axis=0))
-        best = both.min(axis=0)
-    if not np.isfinite(best[layers]):
+    rest = np.full(layers + 1, np.inf)
+    rest[layers] = 0.0
+    ends_at = []
+    for matrix in reversed(matrices):
+        both = before(matrix, rest, groups)
+        ends_at.append(both.argmin(axis=1))
+        rest = both.min(axis=1)
+    if not np.isfinite(rest[0]):
         return None
-    ends = [layers]
-    for pointers in reversed(back):
+    ends = [0]
+    for pointers in reversed(ends_at):
         ends.append(int(pointers[ends[-1]]))
-    return float(best[layers]), tuple(reversed(ends))
+    return float(rest[0]), tuple(ends[1:])
+
+
+def before(matrix: np.ndarray, rest: np.ndarray, groups: int | None) -> np.ndarray:
+    """Seconds [..., a, b] of a stage [a, b) and the stages after it, which take `rest` [..., b] from their first group on."""
+    rest = rest[..., None, :]
+    return np.maximum(matrix, rest if groups is None else matrix / groups + rest)
 
 
 def level_shares(fixed: Sequence[float], whole: Sequence[float], keep: bool = False) -> tuple[float, ...]:

@@ -30,6 +30,8 @@ SLOWER = 2
 """Of these, played although estimated slower than what is known: the best rejected ones are printed."""
 MOVES = 24
 """Tries of moving a cut of the best pipeline by a layer."""
+FEW = 4
+"""Devices up to which the order of teams is looked for under several numbers of groups."""
 GROUPS = (1, 2, 3, 4, 6, 8)
 """Groups in flight that are tried, times the number of stages."""
 WORTH = 0.01
@@ -219,10 +221,12 @@ class _Finder:
         if not ("stages" in self.asked.ways or (only and several_hosts)):
             return []
         experts = self.divisible and "experts" in self.asked.ways
-        groups = self.asked.groups or min(len(self.rows), 2 * len(self.devices))
-        found = [f.teams for f in find_teams(self.fluid, groups, experts, only)]
-        n = min(len(self.devices), self.fluid.layers)
-        return found or [tuple(Team((r,)) for r in self.everyone[:n])]
+        n = len(self.devices)
+        counts = {min(len(self.rows), k * n) for k in ((2,) if n > FEW else (1, 2, 4))}
+        if self.asked.groups is not None:
+            counts = {self.asked.groups}
+        found = list(dict.fromkeys(f.teams for g in sorted(counts) for f in find_teams(self.fluid, g, experts, only)))
+        return found or [tuple(Team((r,)) for r in self.everyone[: self.fluid.layers])]
 
     def _groups(self, stages: int) -> list[int]:
         if stages == 1:
