@@ -51,7 +51,7 @@ class _Speed:
             self.steps += 1
             self.slowness += off / min(self.steps, MEMORY)
             return
-        self.apart = [y for y in self.apart if (y - self.slowness) * off > 0][-PROOF + 1 :] + [x]
+        self.apart = [*(y for y in self.apart[-PROOF + 1 :] if (y - self.slowness) * off > 0), x]
         for n in (2, PROOF):
             last = self.apart[-n:]
             mean = sum(last) / n
@@ -134,11 +134,11 @@ class Balancer:
         teams = [Team(stage.ranks, stage.way) for stage in self.split.stages]
         ends = tuple(stage.last for stage in self.split.stages)
         groups = min(self.split.groups, len(rows)) if len(teams) > 1 else 1
-        best = [fluid.split(teams, ends, self.split.groups)]
+        best = [fluid.split(teams, ends, self.split.groups, self.in_flight)]
         if len(teams) > 1 and self.asked.layers is None:
             found = fluid.cut(teams, groups, self.in_flight)
             if found is not None and found[1] != ends:
-                best.append(fluid.split(teams, found[1], self.split.groups))
+                best.append(fluid.split(teams, found[1], self.split.groups, self.in_flight))
         seconds = [slowest(fluid, split, groups) for split in best]
         now = slowest(fluid, self.split, groups)
         settled = all(speed.steps >= SETTLED and not speed.apart for speed in self._speeds)

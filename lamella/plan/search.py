@@ -185,7 +185,7 @@ class _Finder:
 
     def _play(self, teams: Sequence[Team], groups: int, ends: tuple[int, ...] | None, in_flight: int | None) -> _Tried:
         ends = ends or self.fluid.tightest(teams, groups, in_flight)
-        return self._try(self._shared(self.fluid.split(teams, ends, groups)), in_flight)
+        return self._try(self._shared(self.fluid.split(teams, ends, groups, in_flight)), in_flight)
 
     def _drafts(self) -> Iterator[tuple[float, tuple[Team, ...], int, tuple[int, ...] | None, int | None]]:
         """(estimated seconds, teams, groups, ends, groups in flight); ends None: nothing fits."""
@@ -242,7 +242,7 @@ class _Finder:
             found = best
             for split in _neighbours(best.split):
                 left -= 1
-                other = self._try(self._reshared(split), best.in_flight)
+                other = self._try(self._reshared(split, best.in_flight), best.in_flight)
                 if other.step_s < found.step_s:
                     found = other
             if found is best:
@@ -250,9 +250,10 @@ class _Finder:
             best = found
         return best
 
-    def _reshared(self, split: Split) -> Split:
+    def _reshared(self, split: Split, in_flight: int | None) -> Split:
         teams = [Team(stage.ranks, stage.way) for stage in split.stages]
-        return self._shared(self.fluid.split(teams, [stage.last for stage in split.stages], split.groups))
+        ends = [stage.last for stage in split.stages]
+        return self._shared(self.fluid.split(teams, ends, split.groups, in_flight))
 
     def _ranks(self, split: Split) -> set[int]:
         return {r for stage in split.stages for r in stage.ranks}

@@ -1,9 +1,10 @@
 """Which devices make which stage: dynamic programming over sets of devices and layers.
 
-State: a set of devices that hold the layers from l on in k stages; value: their seconds in a step (`fluid.in_pipeline`). A stage is one device
-or several of one host; a host that has begun is finished before the next begins. Equal devices are interchangeable, so a
-set is a count of each kind. With too many sets (more than eight unlike devices) the order of devices is fixed instead:
-hosts as listed, in each host the fastest first; stages are then runs of that order.
+State: a set of devices that hold the layers from l on in k stages; value: their seconds in a step
+(`fluid.in_pipeline`). A stage is one device or several of one host; a host that has begun is finished before the next
+begins. Equal devices are interchangeable, so a set is a count of each kind. With too many sets (more than eight unlike
+devices) the order of devices is fixed instead: hosts as listed, in each host the fastest first; stages are then runs of
+that order.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_layers_move_to_the_faster_stage():
         run.step(1, 2, 1)
     after = run.step(1, 2, 1)
     sizes = [stage.last - stage.first for stage in run.balancer.split.stages]
-    assert sizes[1] < 7 and min(sizes[0], sizes[2]) > 8
+    assert sizes[1] < 7 and min(sizes[0], sizes[2]) >= 8
     assert after.step_s < 0.8 * before.step_s
 
 

@@ -127,6 +127,20 @@ def test_shares_level_fixed_and_divided_work():
     shares = level_shares([0.0, 9.0], [4.0, 4.0])  # the second would still dequantise when the first has done it all
     assert shares == (1.0, 0.0)
     assert min(level_shares([0.0, 9.0], [4.0, 4.0], keep=True)) > 0
+    assert level_shares([0, 0, 0], [1, 1, 2], [0.2, 1, 1]) == pytest.approx((0.2, 1.6 / 3, 0.8 / 3))
+    assert level_shares([0, 0], [1, 1], [0.3, 0.1]) == pytest.approx((0.75, 0.25))
+
+
+def test_a_fast_device_with_little_memory_gets_what_it_has_room_for():
+    """Boundaries of all rows: 6 GB; the fast card has room for a third of them."""
+    rows = [RowCost(1000, 100)] * 32
+    cost = model(24, boundary_bytes_per_token=8192)
+    machines = [Device("fast", "a", 2e13, 1e12, 25e9, 2_500_000_000), Device("large", "a", 1e13, 1e12, 25e9, 16 * GB)]
+    for kind in ("tokens", "auto"):
+        choice = find_split(cost, machines, FAST, rows, SplitConfig(kind=kind), 2000)
+        assert all(m.fits for m in choice.memory)
+        if kind == "tokens":
+            assert 0.25 < choice.split.stages[0].shares[0] < 0.4
 
 
 @pytest.mark.parametrize("speeds", [(1, 0.4), (1, 0.6, 0.3)])
@@ -229,7 +243,7 @@ class TestMixedCards:
         assert "leave" not in text
 
     def test_leaving_a_device_out_is_suggested_where_that_is_faster(self):
-        machines = [Device("slow", "a", 1e12, 1e9, 25e9, 4 * GB), Device("fast", "b", 1e13, 1e12, 25e9, 8 * GB)]
+        machines = [Device("slow", "a", 1e12, 1e9, 25e9, 8 * GB), Device("fast", "b", 1e13, 1e12, 25e9, 16 * GB)]
         thin = Links(Link(50e9, 1e-6), Link(1e6, 1e-2))
         choice = find_split(model(dequantised_bytes=GB), machines, thin, self.rows, SplitConfig(), 4096)
         assert {r for stage in choice.split.stages for r in stage.ranks} == {0, 1}
