@@ -22,6 +22,9 @@ from lamella.plan.devices import Device, Links
 from lamella.plan.simulate import REDUCES_PER_LAYER
 from lamella.plan.split import Split, Stage, Way
 
+ROOM = 0.97
+"""Of the room for boundaries that a share is planned with: rows are not cut."""
+
 
 @dataclass(frozen=True)
 class Team:
@@ -118,6 +121,31 @@ class Fluid:
             return out
         return out + self.boundary * tokens
 
+    def caps(self, team: Team, groups: int, flying: int) -> list[np.ndarray]:
+        """The largest share that each device of a team has memory for, in each run of layers (below 0: none)."""
+        out = []
+        tokens = self.tokens * min(1.0, flying / groups)
+        for rank in team.ranks:
+            device = self.devices[rank]
+            if device.memory_bytes is None:
+                out.append(np.full_like(self.packed, np.inf))
+                continue
+            held = self.slots if device.read_bytes_per_s > 0 else self.packed
+            room = device.memory_bytes - self.rest
+            if team.way == "tokens":
+                room = room - held - self.state
+                per_share = np.zeros_like(room) if device.spills else self.boundary * tokens
+            else:
+                whole = held + self.state
+                room = room - whole * (1 - self.divisible)
+                if not device.spills:
+                    room = room - self.boundary * tokens
+                per_share = whole * self.divisible
+            some = per_share > 0
+            cap = np.where(some, room / np.where(some, per_share, 1.0), np.inf)
+            out.append(np.where(room < 0, -1.0, cap))
+        return out
+
     def seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
         """Seconds of a step in each run of layers [a, b); infinite where a >= b or where it does not fit.
 
@@ -131,21 +159,45 @@ class Fluid:
 
     def _find_seconds(self, team: Team, groups: int, flying: int) -> np.ndarray:
         out = self.compute(team, groups)
+        if any(self.devices[r].memory_bytes is not None for r in team.ranks):
+            out = np.maximum(out, self._limited(team, groups, flying))
         for k, rank in enumerate(team.ranks):
             device = self.devices[rank]
-            if device.memory_bytes is None:
+            if device.memory_bytes is None or device.read_bytes_per_s <= 0:
                 continue
             short = self.need(team, k, groups, flying, stream=False) - device.memory_bytes
-            if device.read_bytes_per_s <= 0:
-                out = np.where(short > 0, np.inf, out)
-                continue
-            least = self.need(team, k, groups, flying, stream=True)
             part = 1 - self.divisible * (1 - self._shares_about(team)[k]) if team.way == "experts" else 1.0
-            whole = self.packed * part
-            streamed = np.minimum(short + self.slots * part, whole)
+            streamed = np.minimum(short + self.slots * part, self.packed * part)
             read = np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
-            out = np.where(least > device.memory_bytes, np.inf, np.maximum(out, read))
+            out = np.maximum(out, read)
         return np.where(self.valid, out, np.inf)
+
+    def _limited(self, team: Team, groups: int, flying: int) -> np.ndarray:
+        """Seconds where memory keeps a device's share below what its speed is good for, the others taking more; infinite
+        where they have no room either."""
+        caps = self.caps(team, groups, flying)
+        fits = np.minimum.reduce(caps) >= 0
+        speeds = self._shares_about(team)
+        if all((cap[fits] >= v).all() for cap, v in zip(caps, speeds, strict=True)):
+            return np.where(fits, 0.0, np.inf)
+        if len(team.ranks) == 1:
+            return np.where(caps[0] >= 1, 0.0, np.inf)
+        shares = [np.minimum(cap, v) for cap, v in zip(caps, speeds, strict=True)]
+        slack = [np.minimum(cap, 1.0) - share for cap, share in zip(caps, shares, strict=True)]
+        missing, spare = np.ones_like(self.packed), np.zeros_like(self.packed)
+        for share, more in zip(shares, slack, strict=True):
+            missing, spare = missing - share, spare + more
+        tight = missing > 1e-12
+        fits &= ~tight | (spare >= missing)
+        out = np.zeros_like(self.packed)
+        for share, more, rank in zip(shares, slack, team.ranks, strict=True):
+            device = self.devices[rank]
+            share = share + missing * more / np.where(spare > 0, spare, 1.0)
+            part = 1 - self.divisible * (1 - share) if team.way == "experts" else 1.0
+            fixed = part * 2 * groups * self.dequantised / device.dequantise_bytes_per_s
+            work = (part if team.way == "experts" else share) * self.flops / device.flops_per_s
+            out = np.maximum(out, np.where(tight, work + fixed, 0.0))
+        return np.where(fits, out, np.inf)
 
     def pressure(self, team: Team, groups: int, flying: int) -> np.ndarray:
         """The least memory needed over what there is, of the device that is shortest of it, in each run of layers."""
@@ -161,8 +213,13 @@ class Fluid:
         speeds = [self.devices[r].flops_per_s for r in team.ranks]
         return [v / sum(speeds) for v in speeds]
 
-    def shares(self, team: Team, first: int, last: int, groups: int) -> tuple[float, ...]:
-        """Shares under which all of a team's devices end together; 0 for one that its own dequantising alone keeps longer."""
+    def shares(self, team: Team, first: int, last: int, groups: int, in_flight: int | None = None) -> tuple[float, ...]:
+        """Shares under which all of a team's devices end together, as far as each has memory; 0 for one that its own
+        dequantising alone keeps longer.
+
+        Args:
+            in_flight: groups held at most; None: all.
+        """
         n = len(team.ranks)
         if n == 1:
             return (1.0,)
@@ -174,7 +231,8 @@ class Fluid:
             d = float(self.divisible[first, last])
             work = [w + f for w, f in zip(whole, fixed, strict=True)]
             fixed, whole = [(1 - d) * w for w in work], [d * w for w in work]
-        return level_shares(fixed, whole, keep=team.way == "experts")
+        caps = [float(cap[first, last]) for cap in self.caps(team, groups, min(groups, in_flight or groups))]
+        return level_shares(fixed, whole, [max(0.0, ROOM * cap) for cap in caps], keep=team.way == "experts")
 
     def reduce_seconds(self, team: Team, first: int, last: int) -> float:
         if team.way == "experts":
@@ -190,19 +248,17 @@ class Fluid:
         Args:
             in_flight: groups that the first stage holds at most; None: as many as there are stages.
         """
-        found = cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)])
-        return None if found is None else (self.estimate(teams, found[1], groups, in_flight), found[1])
+        return cut([self.seconds(*x) for x in self._flying(teams, groups, in_flight)], groups)
 
     def tightest(self, teams: Sequence[Team], groups: int, in_flight: int | None = None) -> tuple[int, ...]:
         """Ends of the cut that comes nearest to fitting."""
-        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)])
+        found = cut([self.pressure(*x) for x in self._flying(teams, groups, in_flight)], None)
         assert found is not None, "fewer layers than teams"
         return found[1]
 
     def estimate(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> float:
-        """Seconds of a step with stages that end there: the slowest stage's, and the others' with one group (filling)."""
-        times = self.stage_seconds(teams, ends, groups, in_flight)
-        return max(times) + (sum(times) - max(times)) / groups
+        """Seconds of a step with stages that end there."""
+        return float(in_pipeline(self.stage_seconds(teams, ends, groups, in_flight), groups))
 
     def stage_seconds(
         self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None
@@ -214,59 +270,93 @@ class Fluid:
         limit = len(teams) if in_flight is None else in_flight
         return [(team, groups, min(groups, max(1, limit - s))) for s, team in enumerate(teams)]
 
-    def split(self, teams: Sequence[Team], ends: Sequence[int], groups: int) -> Split:
-        firsts = [0, *ends[:-1]]
-        stages = tuple(
-            Stage(a, b, team.ranks, self.shares(team, a, b, groups), team.way)
-            for team, a, b in zip(teams, firsts, ends, strict=True)
-        )
-        return Split(stages, groups if len(stages) > 1 else 1)
+    def split(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> Split:
+        stages = []
+        for (team, _, flying), a, b in zip(self._flying(teams, groups, in_flight), [0, *ends[:-1]], ends, strict=True):
+            stages.append(Stage(a, b, team.ranks, self.shares(team, a, b, groups, flying), team.way))
+        return Split(tuple(stages), groups if len(stages) > 1 else 1)
 
 
-def cut(matrices: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]] | None:
-    """Cut layers into consecutive runs so that the largest figure is smallest; exact.
+def in_pipeline(times: Sequence[float], groups: int) -> float:
+    """Seconds of a step whose stages take `times`, in equal groups: a stage begins when one group has passed those before
+    it, and they take that group back when it is done."""
+    rest = 0.0
+    for t in reversed(times):
+        rest = max(t, t / groups + rest)
+    return rest
+
+
+def cut(matrices: Sequence[np.ndarray], groups: int | None) -> tuple[float, tuple[int, ...]] | None:
+    """Cut layers into consecutive runs so that a step takes the least time; exact for `in_pipeline`.
 
     Args:
         matrices: [L + 1, L + 1] for each run: its figure for layers [a, b).
+        groups: None: the largest figure alone is to be smallest.
 
     Returns:
-        The largest figure and where each run ends; None when every cut has an infinite one.
+        The least time (or largest figure) and where each run ends; None when every cut has an infinite one.
     """
     layers = matrices[0].shape[0] - 1
-    best = matrices[0][0]
-    back = []
-    for matrix in matrices[1:]:
-        both = np.maximum(best[:, None], matrix)
-        back.append(both.argmin(axis=0))
-        best = both.min(axis=0)
-    if not np.isfinite(best[layers]):
+    rest = np.full(layers + 1, np.inf)
+    rest[layers] = 0.0
+    ends_at = []
+    for matrix in reversed(matrices):
+        both = before(matrix, rest, groups)
+        ends_at.append(both.argmin(axis=1))
+        rest = both.min(axis=1)
+    if not np.isfinite(rest[0]):
         return None
-    ends = [layers]
-    for pointers in reversed(back):
+    ends = [0]
+    for pointers in reversed(ends_at):
         ends.append(int(pointers[ends[-1]]))
-    return float(best[layers]), tuple(reversed(ends))
+    return float(rest[0]), tuple(ends[1:])
 
 
-def level_shares(fixed: Sequence[float], whole: Sequence[float], keep: bool = False) -> tuple[float, ...]:
+def before(matrix: np.ndarray, rest: np.ndarray, groups: int | None) -> np.ndarray:
+    """Seconds [..., a, b] of a stage [a, b) and the stages after it, which take `rest` [..., b] from their first group on."""
+    rest = rest[..., None, :]
+    return np.maximum(matrix, rest if groups is None else matrix / groups + rest)
+
+
+def level_shares(
+    fixed: Sequence[float], whole: Sequence[float], caps: Sequence[float] | None = None, keep: bool = False
+) -> tuple[float, ...]:
     """Shares x (sum 1) that make the largest of fixed + x * whole smallest.
 
     Args:
+        caps: of each share. Where they sum to less than 1, shares are in their proportion.
         keep: nobody may be left without: a share below a hundredth of an even one is raised to that.
     """
-    if min(whole) <= 0:
-        return (1.0 / len(whole),) * len(whole)
-    able = list(range(len(fixed)))
-    while True:
-        level = (1 + sum(fixed[k] / whole[k] for k in able)) / sum(1 / whole[k] for k in able)
-        out = [k for k in able if level <= fixed[k]]
-        if not out:
-            break
-        able = [k for k in able if k not in out]
-    shares = [(level - fixed[k]) / whole[k] if k in able else 0.0 for k in range(len(fixed))]
+    n = len(fixed)
+    caps = [min(cap, 1.0) for cap in caps] if caps is not None else [1.0] * n
+    if sum(caps) <= 1:
+        shares = list(caps) if sum(caps) > 0 else [1.0] * n
+    elif min(whole) <= 0:
+        shares = list(caps)
+    else:
+        shares = _level(fixed, whole, caps)
     if keep:
-        shares = [max(x, 0.01 / len(fixed)) for x in shares]
+        shares = [max(x, 0.01 / n) for x in shares]
     total = sum(shares)
     return tuple(x / total for x in shares)
+
+
+def _level(fixed: Sequence[float], whole: Sequence[float], caps: Sequence[float]) -> list[float]:
+    full: set[int] = set()
+    while True:
+        able = [k for k in range(len(fixed)) if k not in full and caps[k] > 0]
+        left = 1 - sum(caps[k] for k in full)
+        while True:
+            level = (left + sum(fixed[k] / whole[k] for k in able)) / sum(1 / whole[k] for k in able)
+            out = [k for k in able if level <= fixed[k]]
+            if not out:
+                break
+            able = [k for k in able if k not in out]
+        over = [k for k in able if (level - fixed[k]) / whole[k] > caps[k]]
+        if not over:
+            break
+        full.update(over)
+    return [caps[k] if k in full else (level - fixed[k]) / whole[k] if k in able else 0.0 for k in range(len(fixed))]
 
 
 def _between(sums: Sequence[float]) -> np.ndarray:

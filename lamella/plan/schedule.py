@@ -1,8 +1,12 @@
 """In which order each stage takes the groups of micro-batches: a simulation of the step fixes it beforehand.
 
-Each stage goes back with a group as soon as one is ready, else forward with the next (one forward, one backward; Narayanan
-et al. 2019), and holds so many groups at most. The order is one in which a step has happened, so no stage can wait for
-what will not come: every list is consistent with one order of all events.
+A stage that is free takes what is ready: back with a group, or forward with the next if it does not hold too many. Backward
+first is one forward, one backward (Narayanan et al. 2019); forward first keeps more groups on their way, so that a slow early
+stage need not wait for the last ones. Both are tried, also mixed at the slowest stage, with several limits; of those that take
+the least time the one with the fewest groups in flight is kept.
+
+The order is one in which a step has happened, so no stage can wait for what will not come: every list is consistent with
+one order of all events.
 """
 
 from __future__ import annotations
@@ -34,15 +38,22 @@ def schedule(
     """
     transfers = transfers or [[0.0] * len(row) for row in forward[1:]]
     groups = len(forward[0]) if forward else 0
-    if in_flight is not None:
-        return _run(forward, back, transfers, max(1, in_flight))[1]
     if not groups:
         return tuple(() for _ in forward)
     stages = len(forward)
-    limits = {*range(1, min(groups, 2 * stages + 2) + 1), min(groups, 3 * stages), groups}
-    tried = [_run(forward, back, transfers, limit) for limit in sorted(limits)]
-    least = min(end for end, _ in tried)
-    return next(actions for end, actions in tried if end <= least * SLACK)
+    work = [sum(f) + sum(b) for f, b in zip(forward, back, strict=True)]
+    slowest = max(range(stages), key=lambda s: (work[s], -s))
+    limits = {1, 2, stages, stages + 1, stages + 2, 2 * stages, 3 * stages, groups}
+    if in_flight is not None:
+        limits = {max(1, in_flight)}
+    tried = [
+        (*_run(forward, back, transfers, limit, eager), limit)
+        for limit in sorted(limit for limit in limits if limit <= groups or in_flight is not None)
+        for eager in sorted({0, slowest + 1, stages})
+    ]
+    least = min(end for end, _, _ in tried)
+    good = [(orders, limit) for end, orders, limit in tried if end <= least * SLACK]
+    return min(good, key=lambda x: (sum(max(map(len, held(order))) for order in x[0]), x[1]))[0]
 
 
 def held(actions: Sequence[tuple[Kind, int]]) -> list[tuple[int, ...]]:
@@ -63,8 +74,9 @@ def _run(
     back: Sequence[Sequence[float]],
     transfers: Sequence[Sequence[float]],
     limit: int,
+    eager: int,
 ) -> tuple[float, tuple[Order, ...]]:
-    """One simulated step: its seconds and what each stage did."""
+    """One simulated step: its seconds and what each stage did; stages before `eager` go forward first."""
     stages, groups = len(forward), len(forward[0])
     ready: list[dict[Kind, list[int]]] = [{"F": [], "B": []} for _ in range(stages)]
     ready[0]["F"] = list(range(groups))
@@ -79,9 +91,10 @@ def _run(
     def start(s: int) -> None:
         if busy[s]:
             return
-        kind: Kind = "B" if ready[s]["B"] else "F"
-        if not ready[s][kind] or (kind == "F" and flying[s] >= max(1, limit - s)):
+        can_forward = bool(ready[s]["F"]) and flying[s] < max(1, limit - s)
+        if not can_forward and not ready[s]["B"]:
             return
+        kind: Kind = "F" if can_forward and (s < eager or not ready[s]["B"]) else "B"
         group = heapq.heappop(ready[s][kind])
         flying[s] += 1 if kind == "F" else -1
         busy[s] = True

@@ -30,6 +30,8 @@ SLOWER = 2
 """Of these, played although estimated slower than what is known: the best rejected ones are printed."""
 MOVES = 24
 """Tries of moving a cut of the best pipeline by a layer."""
+FEW = 4
+"""Devices up to which the order of teams is looked for under several numbers of groups."""
 GROUPS = (1, 2, 3, 4, 6, 8)
 """Groups in flight that are tried, times the number of stages."""
 WORTH = 0.01
@@ -183,7 +185,7 @@ class _Finder:
 
     def _play(self, teams: Sequence[Team], groups: int, ends: tuple[int, ...] | None, in_flight: int | None) -> _Tried:
         ends = ends or self.fluid.tightest(teams, groups, in_flight)
-        return self._try(self._shared(self.fluid.split(teams, ends, groups)), in_flight)
+        return self._try(self._shared(self.fluid.split(teams, ends, groups, in_flight)), in_flight)
 
     def _drafts(self) -> Iterator[tuple[float, tuple[Team, ...], int, tuple[int, ...] | None, int | None]]:
         """(estimated seconds, teams, groups, ends, groups in flight); ends None: nothing fits."""
@@ -219,10 +221,12 @@ class _Finder:
         if not ("stages" in self.asked.ways or (only and several_hosts)):
             return []
         experts = self.divisible and "experts" in self.asked.ways
-        groups = self.asked.groups or min(len(self.rows), 2 * len(self.devices))
-        found = [f.teams for f in find_teams(self.fluid, groups, experts, only)]
-        n = min(len(self.devices), self.fluid.layers)
-        return found or [tuple(Team((r,)) for r in self.everyone[:n])]
+        n = len(self.devices)
+        counts = {min(len(self.rows), k * n) for k in ((2,) if n > FEW else (1, 2, 4))}
+        if self.asked.groups is not None:
+            counts = {self.asked.groups}
+        found = list(dict.fromkeys(f.teams for g in sorted(counts) for f in find_teams(self.fluid, g, experts, only)))
+        return found or [tuple(Team((r,)) for r in self.everyone[: self.fluid.layers])]
 
     def _groups(self, stages: int) -> list[int]:
         if stages == 1:
@@ -238,7 +242,7 @@ class _Finder:
             found = best
             for split in _neighbours(best.split):
                 left -= 1
-                other = self._try(self._reshared(split), best.in_flight)
+                other = self._try(self._reshared(split, best.in_flight), best.in_flight)
                 if other.step_s < found.step_s:
                     found = other
             if found is best:
@@ -246,9 +250,10 @@ class _Finder:
             best = found
         return best
 
-    def _reshared(self, split: Split) -> Split:
+    def _reshared(self, split: Split, in_flight: int | None) -> Split:
         teams = [Team(stage.ranks, stage.way) for stage in split.stages]
-        return self._shared(self.fluid.split(teams, [stage.last for stage in split.stages], split.groups))
+        ends = [stage.last for stage in split.stages]
+        return self._shared(self.fluid.split(teams, ends, split.groups, in_flight))
 
     def _ranks(self, split: Split) -> set[int]:
         return {r for stage in split.stages for r in stage.ranks}
@@ -301,12 +306,15 @@ class _Finder:
 
     def _why(self, t: _Tried, best: _Tried) -> str:
         if t.timeline is None:
-            return "does not fit: " + "; ".join(self._short(t))
+            return f"does not fit: {self._short(t)}"
         times = t.step_s / best.step_s
         return f"{format_seconds(t.step_s)} a step, {times:.3g} times as long" if times > 1.0005 else "no faster"
 
-    def _short(self, t: _Tried) -> list[str]:
-        return [f"{d.name}: {m.line()}" for d, m in zip(self.devices, t.memory, strict=True) if not m.fits]
+    def _short(self, t: _Tried) -> str:
+        short = [k for k, m in enumerate(t.memory) if not m.fits]
+        worst = max(short, key=lambda k: (_over(t.memory[k]), -k))
+        more = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+        return f"{self.devices[worst].name}: {t.memory[worst].line()}{more}"
 
     def _relief(self, best: _Tried) -> list[str]:
         """What would help: the same split with twice the links, twice the reading, or all layers held."""

@@ -1,9 +1,10 @@
 """Which devices make which stage: dynamic programming over sets of devices and layers.
 
-State: a set of devices that hold the first l layers in k stages; value: the slowest of these stages. A stage is one device
-or several of one host; a host that has begun is finished before the next begins. Equal devices are interchangeable, so a
-set is a count of each kind. With too many sets (more than eight unlike devices) the order of devices is fixed instead:
-hosts as listed, in each host the fastest first; stages are then runs of that order.
+State: a set of devices that hold the layers from l on in k stages; value: their seconds in a step
+(`fluid.in_pipeline`). A stage is one device or several of one host; a host that has begun is finished before the next
+begins. Equal devices are interchangeable, so a set is a count of each kind. With too many sets (more than eight unlike
+devices) the order of devices is fixed instead: hosts as listed, in each host the fastest first; stages are then runs of
+that order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import prod
 import numpy as np
 
 from lamella.plan.devices import Device, Links
-from lamella.plan.fluid import Fluid, Team
+from lamella.plan.fluid import Fluid, Team, before
 
 STEPS = 8000
 """Of the dynamic programming over sets: (set, stage) pairs."""
@@ -33,7 +34,7 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """Teams in order, and their estimated slowest stage in seconds."""
+    """Teams in order, and the estimated seconds of a step."""
 
     teams: tuple[Team, ...]
     seconds: float
@@ -88,15 +89,16 @@ class _Sets:
                         taken[k] = c
                     yield tuple(a + b for a, b in zip(state, taken, strict=True)), tuple(taken)
 
-    def ranks(self, before: State, taken: State) -> tuple[int, ...]:
-        return tuple(sorted(r for k, c in enumerate(taken) for r in self.kinds[k][before[k] : before[k] + c]))
+    def ranks(self, used: State, taken: State) -> tuple[int, ...]:
+        left = [n - b for n, b in zip(self.full, used, strict=True)]
+        return tuple(sorted(r for k, c in enumerate(taken) for r in self.kinds[k][left[k] - c : left[k]]))
 
     def some(self, taken: State) -> tuple[int, ...]:
         return self.ranks(self.start, taken)
 
 
 class _Runs:
-    """The first devices of a fixed order; a stage takes the next ones, of one host."""
+    """The last devices of a fixed order; a stage takes those before them, of one host."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         hosts = list(dict.fromkeys(d.host for d in devices))
@@ -108,13 +110,13 @@ class _Runs:
         self.full: State = (len(devices),)
 
     def steps(self, state: State) -> Iterator[tuple[State, State]]:
-        (a,) = state
-        for b in range(a + 1, len(self.order) + 1):
-            if self.host[b - 1] != self.host[a]:
+        last = len(self.order) - state[0]
+        for first in range(last - 1, -1, -1):
+            if self.host[first] != self.host[last - 1]:
                 return
-            yield (b,), (a, b)
+            yield (len(self.order) - first,), (first, last)
 
-    def ranks(self, before: State, taken: State) -> tuple[int, ...]:
+    def ranks(self, used: State, taken: State) -> tuple[int, ...]:
         return tuple(sorted(self.order[taken[0] : taken[1]]))
 
     def some(self, taken: State) -> tuple[int, ...]:
@@ -127,7 +129,7 @@ class _Search:
         self.matrices: dict[State, np.ndarray] = {}
         self.most = min(len(fluid.devices), fluid.layers)
         self.edges: dict[State, list[tuple[State, State]]] = {}
-        self.value: dict[State, np.ndarray] = {}  # [stages, points]: the slowest stage's seconds
+        self.value: dict[State, np.ndarray] = {}  # [stages, first layer]: seconds
 
     def run(self) -> list[Found]:
         states = self._reach()
@@ -136,7 +138,7 @@ class _Search:
             self.fluid = self.fluid.on_grid(sorted({round(i * layers / GRID) for i in range(GRID + 1)}))
         shape = (self.most + 1, len(self.fluid.points))
         self.value = {state: np.full(shape, np.inf) for state in states}
-        self.value[self.space.start][0, 0] = 0.0
+        self.value[self.space.start][0, -1] = 0.0
         for state in states:
             value = self.value[state]
             ks = [k for k in range(self.most) if np.isfinite(value[k]).any()]
@@ -144,23 +146,23 @@ class _Search:
                 continue
             low, high = ks[0], ks[-1] + 1
             for after, taken in self.edges[state]:
-                best = np.maximum(value[low:high, :, None], self._matrix(taken)[None]).min(axis=1)
+                best = before(self._matrix(taken), value[low:high], self.groups).min(axis=2)
                 out = self.value[after][low + 1 : high + 1]
                 np.minimum(out, best, out=out)
         found = []
         for state in states:
             for k in range(2, self.most + 1):
-                if np.isfinite(seconds := self.value[state][k, -1]):
+                if np.isfinite(seconds := self.value[state][k, 0]):
                     found.append((float(seconds), k, state))
         found.sort()
         full = [x for x in found if x[2] == self.space.full]
         least = min((x[0] for x in full), default=np.inf)
         some = [x for x in found if x[2] != self.space.full and x[0] < least]
-        before: dict[State, list[tuple[State, State]]] = {}
+        back: dict[State, list[tuple[State, State]]] = {}
         for state in states:
             for after, taken in self.edges[state]:
-                before.setdefault(after, []).append((state, taken))
-        return [Found(self._teams(before, state, k), seconds) for seconds, k, state in full + some[:SOME]]
+                back.setdefault(after, []).append((state, taken))
+        return [Found(self._teams(back, state, k), seconds) for seconds, k, state in full + some[:SOME]]
 
     def _reach(self) -> list[State]:
         """States in an order in which each comes after those that lead to it."""
@@ -185,22 +187,22 @@ class _Search:
             self.matrices[taken] = matrix
         return self.matrices[taken]
 
-    def _teams(self, before: dict[State, list[tuple[State, State]]], state: State, k: int) -> tuple[Team, ...]:
-        """Back from the last stage, by way of values that made this one."""
-        at = len(self.fluid.points) - 1
+    def _teams(self, back: dict[State, list[tuple[State, State]]], state: State, k: int) -> tuple[Team, ...]:
+        """From the first stage on, by way of values that made this one."""
+        at = 0
         teams = []
         while k:
             wanted = self.value[state][k, at]
-            for earlier, taken in before[state]:
-                both = np.maximum(self.value[earlier][k - 1], self._matrix(taken)[:, at])
+            for later, taken in back[state]:
+                both = before(self._matrix(taken)[at : at + 1], self.value[later][k - 1], self.groups)[0]
                 if both.min() == wanted:
                     break
             else:
                 raise AssertionError("no way back")
             cell = int(both.argmin())
-            teams.append(self._way(self.space.ranks(earlier, taken), cell, at))
-            at, state, k = cell, earlier, k - 1
-        return tuple(reversed(teams))
+            teams.append(self._way(self.space.ranks(later, taken), at, cell))
+            at, state, k = cell, later, k - 1
+        return tuple(teams)
 
     def _way(self, ranks: tuple[int, ...], a: int, b: int) -> Team:
         tokens, experts = Team(ranks), Team(ranks, "experts")
