@@ -52,7 +52,7 @@ def run_as_ranks(
     found, faults = {}, []
     try:
         for _ in range(world):
-            rank, value, fault = results.get(timeout=LIMIT_S)
+            rank, value, fault = results.get(timeout=4 * LIMIT_S)
             found[rank] = value
             faults += [f"rank {rank}: {fault}"] if fault else []
             if faults:
