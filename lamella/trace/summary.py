@@ -133,7 +133,8 @@ def _links(sums: Sequence[_Sums], steps: int) -> list[dict[str, Any]]:
         put(f"host memory of rank {rank}", one.nbytes["host"], 0.0)
         for peer in range(len(sums)):
             put(f"rank {rank} to rank {peer}", one.nbytes[f"rank {peer}"], one.send_s[f"rank {peer}"])
-    put("all ranks (sum)", sums[0].nbytes["reduce"], sums[0].move_s["reduce"])
+        put(f"group of rank {rank}", one.nbytes["group"], one.move_s["group"])
+    put("sums over ranks", sums[0].nbytes["reduce"], sums[0].move_s["reduce"])
     return links
 
 
@@ -166,6 +167,8 @@ def _of_peer(sums: Sequence[_Sums], q: int, split: str, steps: int) -> Finding |
     cause, seconds = max(behind.items(), key=lambda item: item[1], default=("", 0.0))
     if slow.share(seconds) >= 0.2:
         text += f"it waits itself {slow.share(seconds):.0%} for {_named(cause)}; see there"
+    elif mutual := [r for r in waits if slow.share(slow.wait_s[f"rank {r}"]) >= MATTERS]:
+        text += _each_other(sums, q, mutual[0], split, steps)
     elif split == "stages":
         text += (
             "give its stage fewer layers (split.layers; None finds them), or another device beside it (split.stages)"
@@ -175,6 +178,17 @@ def _of_peer(sums: Sequence[_Sums], q: int, split: str, steps: int) -> Finding |
     else:
         text += _less_for(sums, q, steps)
     return Finding(sum(one.wait_s[f"rank {q}"] for one in sums) / _total(sums), f"rank {q}", text)
+
+
+def _each_other(sums: Sequence[_Sums], a: int, b: int, split: str, steps: int) -> str:
+    """Two ranks wait for each other: what lies between them, not one of them, is slow."""
+    nbytes = sums[a].nbytes[f"rank {b}"] + sums[b].nbytes[f"rank {a}"]
+    text = f"which itself waits {sums[a].share(sums[a].wait_s[f'rank {b}']):.0%} for rank {b}"
+    if nbytes:
+        text += f", and {format_bytes(nbytes / steps)} a step pass between them"
+    if split == "stages":
+        return text + ": more groups in flight (split.groups), or a faster link"
+    return text + ": uneven rows in turn; more rows per step even them out" if split == "tokens" else text
 
 
 def _speeds(sums: Sequence[_Sums]) -> list[float]:
@@ -254,10 +268,10 @@ def _of_reduce(sums: Sequence[_Sums], split: str, steps: int) -> Finding | None:
     per_step, taken_s = sums[0].nbytes["reduce"] / steps, min(one.move_s["reduce"] for one in sums) / steps
     rate = f" at {format_bytes(per_step / taken_s)}/s" if taken_s else ""
     text = (
-        f"adding up {format_bytes(per_step)} of gradients a step{rate} takes {share:.0%}: take more tokens per step, a "
+        f"adding up {format_bytes(per_step)} a step over ranks{rate} takes {share:.0%}: take more tokens per step, a "
     )
     text += "lower lora.rank" + ("" if split == "stages" else ", or split by stages")
-    return Finding(share, "links (sum of gradients)", text)
+    return Finding(share, "links (sums over ranks)", text)
 
 
 def _named(cause: str) -> str:
