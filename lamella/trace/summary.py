@@ -300,7 +300,7 @@ def rendered(summary: dict[str, Any]) -> list[Table | Text]:
     if len(each) == 1:
         (one,) = each
         waits = ", ".join(f"{share:.0%} waiting for {_named(cause)}" for cause, share in one["wait"].items())
-        links = ", ".join(_link_text(link) for link in summary["links"])
+        links = ", ".join(links_of(summary))
         words = [f"{one['busy']:.0%} busy", waits, f"{one['other']:.0%} other", links, *summary["findings"]]
         return [Text(f"  device {one['device']}".rstrip() + ": " + "; ".join(filter(None, words)))]
     table = Table(show_edge=False, pad_edge=False)
@@ -308,7 +308,7 @@ def rendered(summary: dict[str, Any]) -> list[Table | Text]:
         table.add_column(title, justify="left" if title in ("device", "waits for") else "right")
     for cells in rows_of(summary):
         table.add_row(*cells)
-    below = [Text("  " + _link_text(link)) for link in summary["links"]]
+    below = [Text("  " + text) for text in links_of(summary)]
     findings = [Text("  " + text) for text in summary["findings"]]
     return [table, *below, Text(f"  bottleneck: {summary['bottleneck']}"), *findings]
 
@@ -326,6 +326,10 @@ def rows_of(summary: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _link_text(link: dict[str, Any]) -> str:
-    rate = f" at {format_bytes(link['bytes_per_s'])}/s" if link["bytes_per_s"] else ""
-    return f"{link['link']}: {format_bytes(link['bytes_per_step'])} a step{rate}"
+def links_of(summary: dict[str, Any]) -> list[str]:
+    """What each link carries, one text each."""
+    texts = []
+    for link in summary["links"]:
+        rate = f" at {format_bytes(link['bytes_per_s'])}/s" if link["bytes_per_s"] else ""
+        texts.append(f"{link['link']}: {format_bytes(link['bytes_per_step'])} a step{rate}")
+    return texts
