@@ -299,7 +299,9 @@ def rendered(summary: dict[str, Any]) -> list[Table | Text]:
     each = summary["each"]
     if len(each) == 1:
         (one,) = each
-        waits = ", ".join(f"{share:.0%} waiting for {_named(cause)}" for cause, share in one["wait"].items())
+        waits = ", ".join(
+            f"{share:.0%} waiting for {_named(cause)}" for cause, share in one["wait"].items() if share >= 0.005
+        )
         links = ", ".join(links_of(summary))
         words = [f"{one['busy']:.0%} busy", waits, f"{one['other']:.0%} other", links, *summary["findings"]]
         return [Text(f"  device {one['device']}".rstrip() + ": " + "; ".join(filter(None, words)))]
