@@ -322,7 +322,7 @@ def rows_of(summary: dict[str, Any]) -> list[list[str]]:
     """One row of cells per device, under `HEAD`."""
     return [
         [f"rank {one['rank']} {one['device']}".rstrip(), str(one["tokens"]), f"{one['busy']:.1%}",
-         f"{sum(one['wait'].values()):.1%}", ", ".join(f"{cause} {share:.1%}" for cause, share in one["wait"].items()) or "-",
+         f"{sum(one['wait'].values()):.1%}", ", ".join(f"{cause} {share:.1%}" for cause, share in one["wait"].items() if share >= 0.0005) or "-",
          f"{sum(one['move'].values()):.1%}", f"{one['other']:.1%}"]
         for one in summary["each"]
     ]  # fmt: skip
