@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from lamella.errors import UserError
 from lamella.store.reader import PackedGroup
 from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
+
+T = TypeVar("T")
 
 DEVICE_SHARE = 0.6
 """Of the free device memory, for weights when no budget is given; the rest is for activations."""
@@ -162,6 +164,14 @@ def plan_placement(
     return Placement(device, pinned, tuple(i for i in others if i not in pinned))
 
 
+def arrived_from_disk(read: Future[T], layer: int | None) -> T:
+    """What a reader's thread brings; a wait for it is recorded."""
+    if not read.done():
+        with RECORDER.span("wait_disk", f"layer {layer}"):
+            return read.result()
+    return read.result()
+
+
 class DeviceSlots:
     """The packed layer at work and the next one, on the device.
 
@@ -203,8 +213,7 @@ class DeviceSlots:
         slot = next(s for s in range(2) if self.holds[s] not in kept)
         before = self._arriving[slot]
         if before is not None:
-            with RECORDER.span("wait_disk", f"layer {self.holds[slot]}"):
-                before.result()  # a layer that was fetched and never taken: nobody may still write here
+            arrived_from_disk(before, self.holds[slot])  # fetched and never taken: nobody may still write here
         self.holds[slot] = layer
         after = self.read[slot]
         if host is None:
@@ -212,12 +221,13 @@ class DeviceSlots:
             self._arriving[slot] = self._reader.submit(self._from_disk, layer, slot, after)
         else:
             arrived: Future[tuple[PackedGroup, Any]] = Future()
-            arrived.set_result(self._copy(host, slot, after))
+            arrived.set_result(self._copy(layer, host, slot, after))
             self._arriving[slot] = arrived
 
-    def _copy(self, host: PackedGroup, slot: int, after: Any) -> tuple[PackedGroup, Any]:
+    def _copy(self, layer: int, host: PackedGroup, slot: int, after: Any) -> tuple[PackedGroup, Any]:
         target = self.slots[slot][: host.buffer.numel()]
-        mark = self.copier.copy(target, host.buffer, after)
+        with RECORDER.span("wait_host", f"layer {layer}", nbytes=host.buffer.numel(), lane="copy"):
+            mark = self.copier.copy(target, host.buffer, after)
         self.copied_bytes += host.buffer.numel()
         return PackedGroup(target, host.records, host.block_size), mark
 
@@ -227,7 +237,7 @@ class DeviceSlots:
         self._turn += 1
         if self._sent[turn] is not None:
             self.copier.finish(self._sent[turn])  # its last layer has left this host buffer
-        arrived = self._copy(self._load(layer, self._host_slots[turn]), slot, after)
+        arrived = self._copy(layer, self._load(layer, self._host_slots[turn]), slot, after)
         self._sent[turn] = arrived[1]
         return arrived
 
@@ -235,9 +245,8 @@ class DeviceSlots:
         """The layer's bytes on the device; arithmetic given from now on waits for its copy."""
         arriving = self._arriving[self.holds.index(layer)]
         assert arriving is not None
-        with RECORDER.span("wait_disk", f"layer {layer}"):
-            packed, mark = arriving.result()
-        with RECORDER.span("wait_host", f"layer {layer}", nbytes=packed.buffer.numel()):
+        packed, mark = arrived_from_disk(arriving, layer)
+        with RECORDER.span("wait_host", f"layer {layer}"):
             self.copier.wait(mark)
         return packed
 

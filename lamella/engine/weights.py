@@ -24,6 +24,7 @@ from lamella.engine.device import (
     CudaCopier,
     DeviceSlots,
     HostArena,
+    arrived_from_disk,
     default_budget,
     plan_placement,
 )
@@ -396,8 +397,7 @@ class LayerWeights:
             with RECORDER.span("load", f"layer {i}"):
                 self._packed[i] = self._first.pop(i).result()
             return self._packed[i]
-        with RECORDER.span("wait_disk", f"layer {i}"):
-            return self._loading[i].result()
+        return arrived_from_disk(self._loading[i], i)
 
     def bind(self, i: int) -> None:
         """Bring layer i's weights into its modules; nothing to do when it is the one at work."""

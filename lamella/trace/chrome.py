@@ -1,7 +1,8 @@
 """Spans of all ranks as one timeline in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
-One process per rank, one thread per lane, times in microseconds since the first step shown. A send and the receive that
-belongs to it are tied by an arrow.
+One process per rank, one thread per lane, times in microseconds since the first step shown. Transfers that are under way at
+once get threads of their own, since slices of one thread must nest. A send and the receive that belongs to it are tied by
+an arrow.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class Placed:
-    """A span on rank 0's clock."""
+    """A span on rank 0's clock, in seconds since the trace begins."""
 
     rank: int
     step: int
@@ -69,20 +70,25 @@ def _pieces(tree: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[str]
 
 def trace_of(ranks: Sequence[RankSpans], missing: Sequence[int] = ()) -> dict[str, Any]:
     """The trace as a JSON tree."""
+    zero_s = min(
+        (start + one.clock.offset_s for one in ranks for step in one.steps
+         for start in (step.start_s, *(span.start_s for span in step.spans))),
+        default=0.0,
+    )  # fmt: skip
     placed = [
-        Placed(one.rank, step.step, span, span.start_s + one.clock.offset_s, span.end_s + one.clock.offset_s)
+        Placed(one.rank, step.step, span, span.start_s + one.clock.offset_s - zero_s,
+               span.end_s + one.clock.offset_s - zero_s)
         for one in ranks for step in one.steps for span in step.spans
     ]  # fmt: skip
-    starts = [step.start_s + one.clock.offset_s for one in ranks for step in one.steps]
-    zero_s = min([*starts, *(p.start_s for p in placed)], default=0.0)
+    placed = side_by_side(placed)
     seen: dict[int, set[str]] = {one.rank: {"main"} for one in ranks}
     for p in placed:
         seen[p.rank].add(p.span.lane)
     lanes = {rank: sorted(names, key=_lane_order) for rank, names in seen.items()}
     tid = {(rank, lane): n + 1 for rank, names in lanes.items() for n, lane in enumerate(names)}
     pairs = transfers(placed)
-    events = [_slice(p, tid[p.rank, p.span.lane], zero_s) for p in placed]
-    events += [event for n, pair in enumerate(pairs) for event in _arrow(pair, tid, zero_s, n + 1)]
+    events = [_slice(p, tid[p.rank, p.span.lane]) for p in placed]
+    events += [event for n, pair in enumerate(pairs) for event in _arrow(pair, tid, n + 1)]
     for one in ranks:
         for step in one.steps:
             at = _micros(step.start_s + one.clock.offset_s - zero_s)
@@ -100,15 +106,39 @@ def trace_of(ranks: Sequence[RankSpans], missing: Sequence[int] = ()) -> dict[st
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*_names(ranks, lanes, tid), *events]}
 
 
+def side_by_side(placed: Sequence[Placed]) -> list[Placed]:
+    """The spans with lanes such as "send 2" for those that overlap one before them without lying within it."""
+    lanes: dict[tuple[int, str], list[list[int]]] = defaultdict(list)
+    result = []
+    for p in sorted(placed, key=lambda p: (_nanos(p.start_s), -_nanos(p.end_s))):
+        tracks = lanes[p.rank, p.span.lane]
+        at = next((n for n, ends in enumerate(tracks) if _fits(ends, p)), len(tracks))
+        if at == len(tracks):
+            tracks.append([])
+        tracks[at].append(_nanos(p.end_s))
+        lane = p.span.lane if at == 0 else f"{p.span.lane} {at + 1}"
+        result.append(replace(p, span=p.span._replace(lane=lane)))
+    return result
+
+
+def _fits(ends: list[int], p: Placed) -> bool:
+    """Whether a span lies within all spans open at its start, given their ends; those that have ended are dropped."""
+    while ends and ends[-1] <= _nanos(p.start_s):
+        ends.pop()
+    return not ends or _nanos(p.end_s) <= ends[-1]
+
+
 def transfers(placed: Sequence[Placed]) -> list[Pair]:
-    """Sends with their receives. Between two ranks they keep their order; a step in which one of them is missing gets
-    none."""
+    """Sends with their receives, those that carry bytes. Between two ranks they keep their order; a step in which one of
+    them is missing gets none."""
     sends: dict[tuple[int, int, int], list[Placed]] = defaultdict(list)
     receives: dict[tuple[int, int, int], list[Placed]] = defaultdict(list)
     for p in placed:
-        if p.span.peer is not None and p.span.cause == "send":
+        if p.span.peer is None or not p.span.nbytes:
+            continue
+        if p.span.cause == "send":
             sends[p.step, p.rank, p.span.peer].append(p)
-        elif p.span.peer is not None and p.span.cause == "receive":
+        elif p.span.cause == "receive":
             receives[p.step, p.span.peer, p.rank].append(p)
     pairs: list[Pair] = []
     for key, out in sorted(sends.items()):
@@ -120,15 +150,20 @@ def transfers(placed: Sequence[Placed]) -> list[Pair]:
 
 
 def _lane_order(lane: str) -> tuple[int, str]:
-    return (LANES.index(lane) if lane in LANES else len(LANES), lane)
+    name = lane.split(" ")[0]
+    return (LANES.index(name) if name in LANES else len(LANES), lane)
+
+
+def _nanos(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _micros(seconds: float) -> float:
-    return round(seconds * 1e9) / 1e3
+    return _nanos(seconds) / 1e3
 
 
-def _slice(p: Placed, tid: int, zero_s: float) -> dict[str, Any]:
-    start, end = _micros(p.start_s - zero_s), _micros(p.end_s - zero_s)
+def _slice(p: Placed, tid: int) -> dict[str, Any]:
+    start, end = _micros(p.start_s), _micros(p.end_s)
     args: dict[str, Any] = {"step": p.step + 1}
     if p.span.nbytes:
         args["bytes"] = p.span.nbytes
@@ -138,12 +173,12 @@ def _slice(p: Placed, tid: int, zero_s: float) -> dict[str, Any]:
             "ts": start, "dur": round(end - start, 3), "args": args}  # fmt: skip
 
 
-def _arrow(pair: Pair, tid: dict[tuple[int, str], int], zero_s: float, number: int) -> list[dict[str, Any]]:
+def _arrow(pair: Pair, tid: dict[tuple[int, str], int], number: int) -> list[dict[str, Any]]:
     send, receive = pair
     common = {"name": "transfer", "cat": "transfer", "id": number}
     ends = (("s", send, send.start_s), ("f", receive, receive.end_s))
     return [
-        {"ph": ph, **common, "pid": p.rank + 1, "tid": tid[p.rank, p.span.lane], "ts": _micros(at - zero_s),
+        {"ph": ph, **common, "pid": p.rank + 1, "tid": tid[p.rank, p.span.lane], "ts": _micros(at),
          **({"bp": "e"} if ph == "f" else {})}
         for ph, p, at in ends
     ]  # fmt: skip

@@ -47,6 +47,7 @@ class Totals:
         nbytes: by cause, all lanes.
         wait_s, link_s: main lane's seconds in `wait_peer`, and in `send` and `receive`, by peer.
         sent, send_s: bytes sent and seconds of `send`, all lanes, by peer.
+        by_peer_bytes: of `send` and `receive` whose peer is known, all lanes.
         read_s: seconds of `load` in other lanes: how long the reader was at work.
     """
 
@@ -57,6 +58,7 @@ class Totals:
     link_s: dict[int, float] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     send_s: dict[int, float] = field(default_factory=dict)
+    by_peer_bytes: int = 0
     read_s: float = 0.0
 
 
@@ -140,6 +142,8 @@ class Recorder:
         with self._lock:
             totals = self.totals
             totals.nbytes[cause] = totals.nbytes.get(cause, 0) + span.nbytes
+            if peer is not None and cause in ("send", "receive"):
+                totals.by_peer_bytes += span.nbytes
             if cause == "send" and peer is not None:
                 totals.sent[peer] = totals.sent.get(peer, 0) + span.nbytes
                 totals.send_s[peer] = totals.send_s.get(peer, 0.0) + seconds

@@ -133,7 +133,8 @@ def _links(sums: Sequence[_Sums], steps: int) -> list[dict[str, Any]]:
         put(f"host memory of rank {rank}", one.nbytes["host"], 0.0)
         for peer in range(len(sums)):
             put(f"rank {rank} to rank {peer}", one.nbytes[f"rank {peer}"], one.send_s[f"rank {peer}"])
-    put("all ranks (sum)", sums[0].nbytes["reduce"], sums[0].move_s["reduce"])
+        put(f"group of rank {rank}", one.nbytes["group"], one.move_s["group"])
+    put("sums over ranks", sums[0].nbytes["reduce"], sums[0].move_s["reduce"])
     return links
 
 
@@ -166,6 +167,8 @@ def _of_peer(sums: Sequence[_Sums], q: int, split: str, steps: int) -> Finding |
     cause, seconds = max(behind.items(), key=lambda item: item[1], default=("", 0.0))
     if slow.share(seconds) >= 0.2:
         text += f"it waits itself {slow.share(seconds):.0%} for {_named(cause)}; see there"
+    elif mutual := [r for r in waits if slow.share(slow.wait_s[f"rank {r}"]) >= MATTERS]:
+        text += _each_other(sums, q, mutual[0], split, steps)
     elif split == "stages":
         text += (
             "give its stage fewer layers (split.layers; None finds them), or another device beside it (split.stages)"
@@ -175,6 +178,17 @@ def _of_peer(sums: Sequence[_Sums], q: int, split: str, steps: int) -> Finding |
     else:
         text += _less_for(sums, q, steps)
     return Finding(sum(one.wait_s[f"rank {q}"] for one in sums) / _total(sums), f"rank {q}", text)
+
+
+def _each_other(sums: Sequence[_Sums], a: int, b: int, split: str, steps: int) -> str:
+    """Two ranks wait for each other: what lies between them, not one of them, is slow."""
+    nbytes = sums[a].nbytes[f"rank {b}"] + sums[b].nbytes[f"rank {a}"]
+    text = f"which itself waits {sums[a].share(sums[a].wait_s[f'rank {b}']):.0%} for rank {b}"
+    if nbytes:
+        text += f", and {format_bytes(nbytes / steps)} a step pass between them"
+    if split == "stages":
+        return text + ": more groups in flight (split.groups), or a faster link"
+    return text + ": uneven rows in turn; more rows per step even them out" if split == "tokens" else text
 
 
 def _speeds(sums: Sequence[_Sums]) -> list[float]:
@@ -254,10 +268,10 @@ def _of_reduce(sums: Sequence[_Sums], split: str, steps: int) -> Finding | None:
     per_step, taken_s = sums[0].nbytes["reduce"] / steps, min(one.move_s["reduce"] for one in sums) / steps
     rate = f" at {format_bytes(per_step / taken_s)}/s" if taken_s else ""
     text = (
-        f"adding up {format_bytes(per_step)} of gradients a step{rate} takes {share:.0%}: take more tokens per step, a "
+        f"adding up {format_bytes(per_step)} a step over ranks{rate} takes {share:.0%}: take more tokens per step, a "
     )
     text += "lower lora.rank" + ("" if split == "stages" else ", or split by stages")
-    return Finding(share, "links (sum of gradients)", text)
+    return Finding(share, "links (sums over ranks)", text)
 
 
 def _named(cause: str) -> str:
@@ -285,8 +299,10 @@ def rendered(summary: dict[str, Any]) -> list[Table | Text]:
     each = summary["each"]
     if len(each) == 1:
         (one,) = each
-        waits = ", ".join(f"{share:.0%} waiting for {_named(cause)}" for cause, share in one["wait"].items())
-        links = ", ".join(_link_text(link) for link in summary["links"])
+        waits = ", ".join(
+            f"{share:.0%} waiting for {_named(cause)}" for cause, share in one["wait"].items() if share >= 0.005
+        )
+        links = ", ".join(links_of(summary))
         words = [f"{one['busy']:.0%} busy", waits, f"{one['other']:.0%} other", links, *summary["findings"]]
         return [Text(f"  device {one['device']}".rstrip() + ": " + "; ".join(filter(None, words)))]
     table = Table(show_edge=False, pad_edge=False)
@@ -294,7 +310,7 @@ def rendered(summary: dict[str, Any]) -> list[Table | Text]:
         table.add_column(title, justify="left" if title in ("device", "waits for") else "right")
     for cells in rows_of(summary):
         table.add_row(*cells)
-    below = [Text("  " + _link_text(link)) for link in summary["links"]]
+    below = [Text("  " + text) for text in links_of(summary)]
     findings = [Text("  " + text) for text in summary["findings"]]
     return [table, *below, Text(f"  bottleneck: {summary['bottleneck']}"), *findings]
 
@@ -306,12 +322,16 @@ def rows_of(summary: dict[str, Any]) -> list[list[str]]:
     """One row of cells per device, under `HEAD`."""
     return [
         [f"rank {one['rank']} {one['device']}".rstrip(), str(one["tokens"]), f"{one['busy']:.1%}",
-         f"{sum(one['wait'].values()):.1%}", ", ".join(f"{cause} {share:.1%}" for cause, share in one["wait"].items()) or "-",
+         f"{sum(one['wait'].values()):.1%}", ", ".join(f"{cause} {share:.1%}" for cause, share in one["wait"].items() if share >= 0.0005) or "-",
          f"{sum(one['move'].values()):.1%}", f"{one['other']:.1%}"]
         for one in summary["each"]
     ]  # fmt: skip
 
 
-def _link_text(link: dict[str, Any]) -> str:
-    rate = f" at {format_bytes(link['bytes_per_s'])}/s" if link["bytes_per_s"] else ""
-    return f"{link['link']}: {format_bytes(link['bytes_per_step'])} a step{rate}"
+def links_of(summary: dict[str, Any]) -> list[str]:
+    """What each link carries, one text each."""
+    texts = []
+    for link in summary["links"]:
+        rate = f" at {format_bytes(link['bytes_per_s'])}/s" if link["bytes_per_s"] else ""
+        texts.append(f"{link['link']}: {format_bytes(link['bytes_per_step'])} a step{rate}")
+    return texts

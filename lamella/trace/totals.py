@@ -15,7 +15,7 @@ from lamella.trace.recorder import CAUSES, Totals
 
 BUSY = ("compute", "dequantise", "optimizer", "save")
 """Causes that are work; the others move bytes (`send`, `receive`, `reduce`) or wait."""
-_HEAD = ("step_s", "tokens", "rows", *CAUSES, "read_s", "disk_bytes", "host_bytes", "reduce_bytes")
+_HEAD = ("step_s", "tokens", "rows", *CAUSES, "read_s", "disk_bytes", "host_bytes", "reduce_bytes", "group_bytes")
 
 
 def slot_size(world: int) -> int:
@@ -34,7 +34,8 @@ def totals_vector(totals: Totals, rank: int, world: int, tokens: int, rows: int)
     vector = [0.0] * (world * size)
     seconds, nbytes = totals.seconds, totals.nbytes
     head = [time.perf_counter() - totals.start_s, tokens, rows, *(seconds.get(cause, 0.0) for cause in CAUSES),
-            totals.read_s, nbytes.get("load", 0), nbytes.get("wait_host", 0), nbytes.get("reduce", 0)]  # fmt: skip
+            totals.read_s, nbytes.get("load", 0), nbytes.get("wait_host", 0), nbytes.get("reduce", 0),
+            nbytes.get("send", 0) + nbytes.get("receive", 0) - totals.by_peer_bytes]  # fmt: skip
     start = rank * size
     vector[start : start + len(head)] = map(float, head)
     by_peers: list[Mapping[int, float]] = [totals.wait_s, totals.link_s, totals.sent, totals.send_s]
@@ -51,8 +52,9 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
 
     Returns:
         per rank: `rank`, `step_s` (the interval), `busy_s`, `compute_s`, `wait_s` by what is waited for ("rank 1", "disk",
-        "host"), `move_s` by link ("rank 1", "reduce"), `read_s`, `send_s` by peer (also beside the walk), `tokens`, `rows`,
-        and `bytes` by link ("disk", "host", "reduce", "rank 1": sent there). Links without any are left out.
+        "host"), `move_s` by link ("rank 1", "reduce", "group": what a group of ranks gathers), `read_s`, `send_s` by peer
+        (also beside the walk), `tokens`, `rows`, and `bytes` by link ("disk", "host", "reduce", "group", "rank 1": sent
+        there). Links without any are left out.
     """
     size = slot_size(world)
     slots = [vector[r * size : (r + 1) * size] for r in range(world)]
@@ -67,9 +69,14 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
         together = move if rank == last else wait
         together_with = "reduce" if rank == last else f"rank {last}"
         wait |= {"disk": head["wait_disk"] + head["load"], "host": head["wait_host"]}
-        move["reduce"] = head["reduce"]
+        move |= {"reduce": head["reduce"], "group": head["send"] + head["receive"] - sum(links)}
         together[together_with] = together.get(together_with, 0.0) + meeting[rank]
-        nbytes = {"disk": head["disk_bytes"], "host": head["host_bytes"], "reduce": head["reduce_bytes"]}
+        nbytes = {
+            "disk": head["disk_bytes"],
+            "host": head["host_bytes"],
+            "reduce": head["reduce_bytes"],
+            "group": head["group_bytes"],
+        }
         nbytes |= {f"rank {peer}": count for peer, count in enumerate(sent)}
         sending = {f"rank {peer}": seconds for peer, seconds in enumerate(send_s)}
         devices.append(

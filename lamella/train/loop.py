@@ -539,7 +539,7 @@ def _check_memory(run: Run) -> None:
 
 def _facts(run: Run) -> receipts.Facts:
     metrics = run.folder.metrics.read()
-    split = "tokens" if run.config.split.kind == "auto" else run.config.split.kind
+    split = tracing.kind_of(run.state.split)
     return receipts.Facts(
         config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
         zero_names=run.zero_names, metrics=metrics, checkpoints=run.folder.checkpoints,

@@ -82,6 +82,12 @@ def write_alone(ranks: Ranks, path: Path, facts: Sequence[DeviceFacts]) -> None:
         _put(path, [RankSpans(ranks.rank, facts[ranks.rank].label, list(RECORDER.steps))], others)
 
 
+def kind_of(split: dict[str, Any] | None) -> str:
+    """ "tokens", "stages" or "experts", from a split as checkpoints have it."""
+    stages = split["stages"] if split else []
+    return "stages" if len(stages) > 1 else str(stages[0]["way"]) if stages else "tokens"
+
+
 def _put(path: Path, spans: Sequence[RankSpans], missing: Sequence[int] = ()) -> None:
     """A trace that cannot be written is said, and costs the run nothing else."""
     try:

@@ -66,10 +66,26 @@ def test_a_step_that_lost_a_transfer_gets_no_arrows():
     assert len(flows) == 2
 
 
-def test_overlap_on_one_lane_is_found_by_the_check():
-    spans = [Span("compute", "a", 0.0, 2.0), Span("compute", "b", 1.0, 3.0)]
+def test_transfers_under_way_at_once_get_lanes_of_their_own():
+    ends = [(0.0, 4.0), (1.0, 2.0), (1.5, 3.0), (2.5, 5.0), (4.5, 6.0), (7.0, 8.0)]
+    spans = [Span("send", str(n), a, b, 1, 1, "send") for n, (a, b) in enumerate(ends)]
+    trace = trace_of([RankSpans(0, "", [StepSpans(0, 0.0, spans)])])
+    check(trace)
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    lanes = {e["name"]: names[e["tid"]] for e in slices(trace)}
+    assert lanes == {
+        "send 0": "send",
+        "send 1": "send",
+        "send 2": "send 2",
+        "send 3": "send 3",
+        "send 4": "send",
+        "send 5": "send",
+    }
+    broken = json.loads(json.dumps(trace))
+    for event in slices(broken):
+        event["tid"] = 2
     with pytest.raises(AssertionError, match="overlaps"):
-        check(trace_of([RankSpans(0, "", [StepSpans(0, 0.0, spans)])]))
+        check(broken)
 
 
 def test_what_a_recorder_took_survives_the_wire_and_the_file(tmp_path):

@@ -79,9 +79,9 @@ def test_links_that_carry_too_much():
     tree = summary(
         *(device(rank, 40.0, 10.0, 10, move_s={"reduce": 28.0}, bytes={"reduce": 3_100_000_000}) for rank in range(2))
     )
-    assert tree["bottleneck"] == "links (sum of gradients)"
+    assert tree["bottleneck"] == "links (sums over ranks)"
     assert tree["findings"] == [
-        "adding up 3.1 GB of gradients a step at 111 MB/s takes 70%: take more tokens per step, a lower lora.rank, or "
+        "adding up 3.1 GB a step over ranks at 111 MB/s takes 70%: take more tokens per step, a lower lora.rank, or "
         "split by stages"
     ]
     tree = summary(
@@ -135,3 +135,15 @@ def test_printed_for_several_and_for_one():
     assert one.splitlines() == [
         "  device cpu: 90% busy; 4% waiting for its disk; 6% other; disk of rank 0: 1 GB a step at 2 GB/s; no wait takes 5%"
     ]
+
+
+def test_two_that_wait_for_each_other():
+    pair = (
+        device(0, 1.0, 0.5, 10, wait_s={"rank 1": 0.45}, bytes={"rank 1": 10**6}),
+        device(1, 1.0, 0.6, 10, wait_s={"rank 0": 0.3}),
+    )
+    assert summary(*pair, split="stages")["findings"][0] == (
+        "rank 0 waits 45% for rank 1 (busy 60%): which itself waits 30% for rank 0, and 1 MB a step pass between them: "
+        "more groups in flight (split.groups), or a faster link"
+    )
+    assert "more rows per step" in summary(*pair)["findings"][0]

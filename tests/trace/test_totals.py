@@ -24,7 +24,7 @@ def test_what_ranks_put_in_comes_out_by_rank():
                   span("load", 3.0, nbytes=600, lane="read")),
         totals_of(span("compute", 1.0), span("dequantise", 0.5), span("wait_peer", 2.0),
                   span("send", 0.25, nbytes=40, peer=0), span("send", 4.0, nbytes=60, peer=0, lane="send"),
-                  span("receive", 0.125, nbytes=99, peer=2)),
+                  span("receive", 0.125, nbytes=99, peer=2), span("receive", 0.5, nbytes=11)),
         totals_of(span("compute", 4.0), span("optimizer", 0.5), span("wait_peer", 0.0625),
                   span("reduce", 0.25, nbytes=8), span("wait_host", 0.5, nbytes=70), span("wait_disk", 0.75)),
     ]  # fmt: skip
@@ -39,8 +39,8 @@ def test_what_ranks_put_in_comes_out_by_rank():
         "send_s": {}, "tokens": 100, "rows": 0, "bytes": {"disk": 600},
     }  # fmt: skip
     assert devices[1] == {
-        "rank": 1, "busy_s": 1.5, "compute_s": 1.0, "wait_s": {"rank 2": 2.0}, "move_s": {"rank 0": 0.25, "rank 2": 0.125},
-        "read_s": 0.0, "send_s": {"rank 0": 4.25}, "tokens": 200, "rows": 1, "bytes": {"rank 0": 100},
+        "rank": 1, "busy_s": 1.5, "compute_s": 1.0, "wait_s": {"rank 2": 2.0}, "move_s": {"rank 0": 0.25, "rank 2": 0.125, "group": 0.5},
+        "read_s": 0.0, "send_s": {"rank 0": 4.25}, "tokens": 200, "rows": 1, "bytes": {"group": 11, "rank 0": 100},
     }  # fmt: skip
     # rank 2 came last to the meeting: what it took there is no waiting
     assert devices[2] == {
