@@ -10,6 +10,8 @@ import typer
 from lamella.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lamella.config import RunConfig
 
 
@@ -74,6 +76,8 @@ def _show_plan(config: RunConfig, most: int = 10) -> None:
     check_metric(config)
     rows = open_rows(config, load_tokenizer(config.store))
     out.print_json(config.model_dump_json())
+    if config.devices:
+        out.print(_devices(config))
     table = Table(show_edge=False, pad_edge=False)
     for title in ("step", "epoch", "rows", "tokens", "label tokens", "micro-batches", "learning rate"):
         table.add_column(title, justify="right")
@@ -90,3 +94,21 @@ def _show_plan(config: RunConfig, most: int = 10) -> None:
     if rows.steps > most:
         out.print(f"... {rows.steps - most} more")
     out.print(f"{rows.steps} steps, {tokens} tokens, {labels} label tokens")
+
+
+def _devices(config: RunConfig) -> Table:
+    from rich.table import Table
+
+    from lamella.ranks.place import place_of
+    from lamella.units import format_bytes
+
+    world = len(config.devices)
+    table = Table(show_edge=False, pad_edge=False)
+    for title in ("rank", "device", "threads", "budget", "slowdown"):
+        table.add_column(title, justify="right")
+    for rank in range(world):
+        place = place_of(config, rank, world, {})
+        budget = "none" if place.budget_bytes is None else format_bytes(place.budget_bytes)
+        slowdown = f"{place.slowdown:g}" if isinstance(place.slowdown, float) else str(place.slowdown)
+        table.add_row(str(rank), place.device, str(place.threads or "all"), budget, slowdown)
+    return table

@@ -63,6 +63,8 @@ def start_ranks(config: RunConfig, count: int, arguments: Sequence[str], mode: S
             return
         verdict = decide(ends, asked_to_stop)
         if verdict.exit_code == INTERRUPTED:
+            for line in verdict.text.splitlines()[1:]:
+                notice(line)
             raise KeyboardInterrupt
         if verdict.exit_code == 2:
             raise UserError(verdict.text)
@@ -121,9 +123,7 @@ def _end(failure, folder: Path) -> End:  # type: ignore[no-untyped-def]
 def _quiet() -> None:
     """The agent's own log says again what `decide` says; LOGLEVEL, by which torchrun is asked for more, brings it back."""
     if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
+        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
 
 
 @contextmanager
