@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lamella.config import RunConfig
+    from lamella.launch.supervise import Mode
 
 
 def register(app: typer.Typer) -> None:
@@ -42,17 +43,18 @@ def train(
     if dry_run:
         _show_plan(config)
         return
+    mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
     if started_by_launcher():
         enter(config)
-        fresh = fresh and not is_restart()
+        if fresh and is_restart():
+            mode = "auto"
     elif (count := local_ranks(config)) > 1:
         _check_inputs(config)
-        mode = ["--resume"] if resume else ["--fresh"] if fresh else []
         start_ranks(config, count, [str(run), *(overrides or [])], mode)
         return
     from lamella.train.loop import train_run
 
-    train_run(config, "resume" if resume else "fresh" if fresh else "auto")
+    train_run(config, mode)
 
 
 def _check_inputs(config: RunConfig) -> None:
