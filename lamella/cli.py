@@ -12,7 +12,7 @@ from lamella.commands import data, demo, eval, quantize, store, train
 from lamella.console import err
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
-from lamella.launch.rank import launched, leave_report
+from lamella.ranks.report import launched, leave_report
 
 app = typer.Typer(
     name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,

@@ -1,8 +1,7 @@
 """Starts the ranks of a run on this host, through the agent that is behind `torchrun`, and speaks for them.
 
 Rank 0 has the terminal; what the others print goes to files that are read when one of them dies without a report. All
-ranks end together. When one was lost (killed, crashed) all start again from the last checkpoint, `launch.restarts`
-times at most; bad input and failed runs end at once, with one message.
+ranks end together.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from types import FrameType
 import psutil
 
 from lamella.config import RunConfig
-from lamella.console import notice
-from lamella.errors import RunFailed, UserError
-from lamella.launch.rank import LAUNCHED
-from lamella.launch.verdict import INTERRUPTED, End, decide
+from lamella.launch.supervise import Mode, supervise
+from lamella.launch.verdict import End
+from lamella.ranks.report import LAUNCHED
 
 _LOG_LINES = 40
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,48 +39,13 @@ def local_ranks(config: RunConfig) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(config: RunConfig, count: int, arguments: Sequence[str], mode: Sequence[str] = ()) -> None:
-    """Run `lamella train <arguments>` as `count` ranks until it is done.
+def start_ranks(config: RunConfig, count: int, arguments: Sequence[str], mode: Mode = "auto") -> None:
+    """Run `lamella train <arguments>` as `count` ranks until it is done. Raises as `supervise` does.
 
     Args:
         arguments: run file and overrides.
-        mode: `--fresh` or `--resume`; given until the run has begun, so that a later start goes on from its checkpoints.
-
-    Raises:
-        UserError: bad input, found by any rank.
-        RunFailed: the run failed, or ranks were lost more often than `launch.restarts`.
-        KeyboardInterrupt: stopped by a signal, after saving.
     """
-    begun, before = config.runs_dir / config.name / "config.json", None
-    if mode:
-        before = _version(begun)
-    for attempt in range(config.launch.restarts + 1):
-        again = [] if mode and attempt and _version(begun) != before else mode
-        ends, asked_to_stop = _run_once(count, [*arguments, *again])
-        if not ends:
-            return
-        verdict = decide(ends, asked_to_stop)
-        if verdict.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if verdict.exit_code == 2:
-            raise UserError(verdict.text)
-        if not verdict.again or asked_to_stop:
-            raise RunFailed(verdict.text)
-        if attempt < config.launch.restarts:
-            notice(f"{verdict.text}\nstarting all ranks again ({attempt + 1} of {config.launch.restarts} restarts)")
-    raise RunFailed(
-        verdict.text,
-        fix=f"gave up after {config.launch.restarts} restarts; when the cause is gone, go on with --resume",
-    )
-
-
-def _version(path: Path) -> tuple[int, int] | None:
-    """Changes whenever the file is written anew."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+    supervise(config, mode, lambda mode: _run_once(count, [*arguments, *([] if mode == "auto" else [f"--{mode}"])]))
 
 
 def _run_once(count: int, arguments: Sequence[str]) -> tuple[list[End], bool]:
@@ -121,9 +84,7 @@ def _end(failure, folder: Path) -> End:  # type: ignore[no-untyped-def]
 def _quiet() -> None:
     """The agent's own log says again what `decide` says; LOGLEVEL, by which torchrun is asked for more, brings it back."""
     if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
+        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
 
 
 @contextmanager

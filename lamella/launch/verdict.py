@@ -58,12 +58,12 @@ def decide(ends: Sequence[End], asked_to_stop: bool) -> Verdict:
         if not end.lost:
             return Verdict(1, end.text or "", False)
     silent = [end for end in ends if end.text is None]
-    if asked_to_stop or (not reports and all(end.exit_code in _STOPPED for end in silent)):
-        return Verdict(INTERRUPTED, "interrupted", False)
-    gone = [end for end in silent if end.exit_code not in (-signal.SIGTERM, *_STOPPED)] or silent
-    said = f"\n  {reports[0].text}" if reports else ""
+    gone = [end for end in silent if end.exit_code not in (-signal.SIGTERM, *_STOPPED)]
+    if asked_to_stop or (not reports and not gone and any(end.exit_code in _STOPPED for end in silent)):
+        return Verdict(INTERRUPTED, "\n".join(["interrupted", *map(_how, gone[:1])]), False)
     if not gone:
-        return Verdict(1, reports[0].text or "", True)
+        return Verdict(1, (reports[0].text or "") if reports else _how(silent[0]), True)
+    said = f"\n  {reports[0].text}" if reports else ""
     return Verdict(1, _how(gone[0]) + said, True)
 
 
