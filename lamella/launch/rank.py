@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lamella.errors import RankLost, UserError
 from lamella.files import write_json
+from lamella.ranks.beats import PULSE, show_error
 
 if TYPE_CHECKING:
     from lamella.config import RunConfig
@@ -43,6 +44,7 @@ def enter(config: RunConfig) -> None:
     """
     from lamella.ranks.place import place_of
 
+    PULSE.say = say  # when this rank ends itself because others are lost
     place = place_of(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if place.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(place.threads)
@@ -50,6 +52,12 @@ def enter(config: RunConfig) -> None:
         # SIGTERM is the agent's answer to another rank's end, of which this rank hears by itself, with more to say
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # without its launcher it stops in order
+
+
+def say(error: UserError) -> None:
+    """Show why this rank ends, unless its launcher will."""
+    if not leave_report(error):
+        show_error(error)
 
 
 def leave_report(error: UserError) -> bool:
