@@ -361,7 +361,7 @@ class Ranks:
 
 def reason_of(error: BaseException) -> str:
     """An error in words, for other ranks: says so when memory ran out."""
-    text = str(error) or type(error).__name__
+    text = (str(error) or repr(error)) if isinstance(error, Exception) else f"{type(error).__name__} {error}".rstrip()
     if is_out_of_memory(error):
         text = f"probably out of memory, with {format_bytes(rss_bytes())} in use: {text}"
     return text

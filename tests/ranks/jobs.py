@@ -132,6 +132,23 @@ def wait_for_rank_1(ranks: Ranks, op: str, group) -> None:
         ranks.sum_numbers([1.0])
 
 
+def steps(ranks: Ranks, folder: Path, count: int, step_s: float = 0.1):
+    """`count` steps: compute, send 100 kB to the other, sum."""
+    total = 0.0
+    for k in range(count):
+        ranks.beat(step=k, doing=f"computing step {k + 1}")
+        time.sleep(step_s)
+        data = torch.full((25_000,), float(k + ranks.rank))
+        into = torch.empty_like(data)
+        pending = [ranks.send(data, 1 - ranks.rank, k), ranks.receive(into, 1 - ranks.rank, k)]
+        for each in pending:
+            each.wait()
+        ranks.meet(f"step {k + 1}")
+        total += ranks.sum_numbers([float(into[7])])[0]
+        write(folder / f"step-{ranks.rank}", str(k + 1))
+    return total
+
+
 def write(file: Path, text: str) -> None:
     file.write_text(text)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.ranks.netns import enter
 from tests.train.processes import LIMIT_S, Training, free_port, torchrun_env
 
 
@@ -17,7 +18,7 @@ def _main(job: str, folder: str, arguments: dict, env: dict[str, str], stderr: s
     with open(stderr, "w") as file:
         os.dup2(file.fileno(), 2)
     if netns:
-        enter_netns(netns)
+        enter(netns)
     import torch
 
     from lamella.errors import UserError
@@ -35,12 +36,6 @@ def _main(job: str, folder: str, arguments: dict, env: dict[str, str], stderr: s
         print(f"error: {error.render()}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     torch.save(result, Path(folder) / f"result-{env['RANK']}")
-
-
-def enter_netns(name: str) -> None:
-    """Move this process into a named network namespace."""
-    with open(f"/run/netns/{name}") as file:
-        os.setns(file.fileno(), os.CLONE_NEWNET)
 
 
 def start_job(job: str, folder: Path, arguments: dict, env: dict[str, str], netns: str = "") -> Training:
