@@ -19,7 +19,7 @@ def groups(ranks: Ranks, folder: Path):
     """Two groups of three ranks: sums, gathered bytes; and a group of one."""
     low, high, alone = ranks.subgroup((0, 1)), ranks.subgroup([2, 1]), ranks.subgroup((2,))
     assert ranks.subgroup((1, 0)) is low
-    result = {"members": (low.ranks, high.ranks), "index": (low.index, high.index)}
+    result = {"members": (low.members, high.members), "index": (low.index, high.index)}
     g = torch.Generator().manual_seed(ranks.rank)
     mine = [torch.randn(3, generator=g), torch.randn(2, 2, generator=g).bfloat16(), torch.zeros(0)]
     result["mine"] = [t.clone() for t in mine]
