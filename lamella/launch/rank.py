@@ -7,8 +7,9 @@ import os
 import signal
 
 from lamella.config import RunConfig
+from lamella.ranks.beats import PULSE
 from lamella.ranks.place import place_of
-from lamella.ranks.report import launched
+from lamella.ranks.report import launched, say
 
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +26,7 @@ def enter(config: RunConfig) -> None:
     Raises:
         UserError: another number of `[[devices]]` than of ranks.
     """
+    PULSE.say = say  # when this rank ends itself because others are lost
     place = place_of(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if place.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(place.threads)

@@ -48,9 +48,7 @@ def supervise(config: RunConfig, mode: Mode, attempt: Attempt) -> None:
             raise RunFailed(verdict.text)
         if count < restarts:
             notice(f"{verdict.text}\nstarting all ranks again ({count + 1} of {restarts} restarts)")
-    raise RunFailed(
-        verdict.text, fix=f"gave up after {restarts} restarts; when the cause is gone, go on with --resume"
-    )
+    raise RunFailed(verdict.text, fix=f"gave up after {restarts} restarts; when the cause is gone, go on with --resume")
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from lamella.console import err
 from lamella.errors import RankLost, UserError
 from lamella.files import write_json
 
@@ -33,3 +34,9 @@ def leave_report(error: UserError) -> bool:
     except OSError:
         return False
     return launched()
+
+
+def say(error: UserError) -> None:
+    """Show why this rank ends, unless its launcher will."""
+    if not leave_report(error):
+        err.print(f"error: {error.render()}", markup=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
-from lamella.ranks.group import Ranks
+from lamella.ranks.group import Ranks, reason_of
+from lamella.ranks.preflight import preflight
 from lamella.trace.recorder import RECORDER
 from lamella.trace.summary import DeviceFacts, summarise
 from lamella.train import receipt as receipts
@@ -109,6 +111,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
     ranks = Ranks.join()
     folder = RunFolder(config)
     try:
+        preflight(ranks)
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
         try:
@@ -119,7 +122,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
             parts.engine.close()
     finally:
         folder.close()
-        ranks.leave()
+        ranks.leave(sys.exception())
 
 
 def _begin(folder: RunFolder, mode: Mode) -> Beginning:
@@ -173,6 +176,9 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
 
 
 def _train(run: Run) -> TrainResult:
+    if run.ranks.first:
+        run.ranks.on_loss(lambda error: _write_failure(run, error))
+    run.ranks.beat(step=run.state.step)
     try:
         receipts.check_before(run.config, run.parts)
         if run.state.step == 0 and run.state.start:
@@ -263,6 +269,7 @@ def _speed(line: dict[str, Any]) -> str:
 def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
     state, data, k = run.state, run.parts.data, run.state.step
+    run.ranks.beat(step=k, doing=f"computing step {k + 1}")
     begin_s = time.perf_counter()
     RECORDER.begin_step(k)
     rows = data.rows_of(k)
@@ -296,6 +303,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     if bad and run.ranks.first:
         notice(f"warning: step {k + 1} skipped: {reason}")
     state.step, state.epoch, state.index = k + 1, rows.epoch, rows.index + len(rows.rows)
+    run.ranks.beat(step=k + 1, doing=f"between steps {k + 1} and {k + 2}")
     step_s = time.perf_counter() - begin_s
     line = {
         "step": k + 1,
@@ -348,7 +356,7 @@ def _gradients(
             raise
         ranks.meet(f"step {k + 1}")
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters), *tracing.no_numbers(ranks)])
-        ranks.gather(str(error) or repr(error))
+        ranks.gather(reason_of(error))
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
     ranks.meet(f"step {k + 1}")
