@@ -127,9 +127,9 @@ class _Finder:
     def run(self) -> Choice:
         tried: list[_Tried] = []
         if "tokens" in self.asked.ways:
-            tried.append(self._try(self._whole(Team(self.everyone))))
+            tried += self._try_whole(Team(self.everyone))
         if "experts" in self.asked.ways and self.asked.stages is None and self._experts_whole():
-            tried.append(self._try(self._whole(Team(self.everyone, "experts"))))
+            tried += self._try_whole(Team(self.everyone, "experts"))
         tried += self._pipelines(min((t.step_s for t in tried), default=float("inf")))
         full = [t for t in tried if self._ranks(t.split) == set(self.everyone)]
         best = min(full, key=lambda t: t.step_s, default=None)
@@ -151,8 +151,13 @@ class _Finder:
             timeline = simulate(split, plan, self.model, self.devices, self.links, self.rows, self.table, memory)
         return _Tried(split, plan, memory, timeline, in_flight)
 
-    def _whole(self, team: Team) -> Split:
-        return self._shared(self.fluid.split([team], [self.fluid.layers], 1))
+    def _try_whole(self, team: Team) -> list[_Tried]:
+        """One stage, with shares by speed, and with shares that leave room for all layers."""
+        splits = dict.fromkeys([self._whole(team), self._whole(team, hold=True)])
+        return [self._try(split) for split in splits]
+
+    def _whole(self, team: Team, hold: bool = False) -> Split:
+        return self._shared(self.fluid.split([team], [self.fluid.layers], 1, hold=hold))
 
     def _shared(self, split: Split) -> Split:
         """With shares set by hand, if there are any."""
@@ -226,7 +231,15 @@ class _Finder:
         if self.asked.groups is not None:
             counts = {self.asked.groups}
         found = list(dict.fromkeys(f.teams for g in sorted(counts) for f in find_teams(self.fluid, g, experts, only)))
-        return found or [tuple(Team((r,)) for r in self.everyone[: self.fluid.layers])]
+        if not any(sum(len(team.ranks) for team in teams) == n for teams in found):
+            found.append(self._in_order(min(n, self.fluid.layers)))
+        return found
+
+    def _in_order(self, stages: int) -> tuple[Team, ...]:
+        """Devices as listed, about as many to each stage."""
+        n = len(self.everyone)
+        ends = [n * (s + 1) // stages for s in range(stages)]
+        return tuple(Team(self.everyone[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True))
 
     def _groups(self, stages: int) -> list[int]:
         if stages == 1:
