@@ -17,7 +17,7 @@ from lamella.plan.asked import Asked, check_asked
 from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Link, Links
 from lamella.plan.fluid import Fluid, Team
-from lamella.plan.memory import DeviceMemory, memory_of
+from lamella.plan.memory import DeviceMemory, in_flight_of, memory_of
 from lamella.plan.simulate import Timeline, simulate
 from lamella.plan.split import Split, Way
 from lamella.plan.teams import find_teams
@@ -56,7 +56,7 @@ class Choice:
         reasons: lines for people.
         rejected: the best of each other kind, and what does not fit; fastest first.
         memory: per device.
-        in_flight: for `plan_step`: groups that the first stage may hold; None: as few as take the least time.
+        in_flight: for `plan_step`: groups that the first stage may hold, as memory was reckoned with; None: one stage.
         suggestions: what would make steps faster, lines for people.
     """
 
@@ -315,7 +315,8 @@ class _Finder:
             f"{_kind(best.split)}: {format_seconds(best.step_s)} a step, the least of {len(full)} splits played through"
         ]
         reasons += [f"not {_kind(r.split)}: {r.why}" for r in rejected]
-        return Choice(best.split, best.timeline, reasons, rejected, best.memory, best.plan, best.in_flight, suggestions)
+        flying = in_flight_of(best.plan) if len(best.split.stages) > 1 else None
+        return Choice(best.split, best.timeline, reasons, rejected, best.memory, best.plan, flying, suggestions)
 
     def _why(self, t: _Tried, best: _Tried) -> str:
         if t.timeline is None:

@@ -12,6 +12,7 @@ from lamella.plan.costs import ModelCost, RowCost
 from lamella.plan.devices import Device, Link, Links
 from lamella.plan.explain import explain
 from lamella.plan.fluid import Fluid, Team, cut, in_pipeline, level_shares
+from lamella.plan.memory import in_flight_of
 from lamella.plan.schedule import schedule
 from lamella.plan.search import find_split
 from lamella.plan.simulate import simulate
@@ -344,6 +345,21 @@ def test_stages_set_by_hand_get_their_layers():
     choice = find_split(model(), devices(1, 0.5), FAST, rows, SplitConfig(stages=(1, 1)), 4096)
     a, b = choice.split.stages
     assert (a.ranks, b.ranks) == ((0,), (1,)) and 14 <= a.last <= 18 and b.last == 24
+
+
+def test_later_steps_keep_to_the_groups_in_flight_that_memory_was_reckoned_with():
+    rng = random.Random(0)
+    machines = devices(1, 0.9, 1.1, memory=3 * GB)
+    cost = model(24, boundary_bytes_per_token=16384)
+    asked = SplitConfig(kind="stages", groups=9)
+    choice = find_split(cost, machines, FAST, random_rows(rng, 27), asked, 4096)
+    assert choice.in_flight is not None and all(m.fits for m in choice.memory)
+    for _ in range(5):
+        rows = random_rows(rng, 27)
+        plan = plan_step(choice.split, cost, [d.flops_per_s for d in machines], rows, 4096, choice.in_flight)
+        assert in_flight_of(plan) <= choice.in_flight
+    again = plan_step(choice.split, cost, [d.flops_per_s for d in machines], random_rows(rng, 27), 4096, 1)
+    assert in_flight_of(again) == 1
 
 
 def test_one_device_and_one_row():
