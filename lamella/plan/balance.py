@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from lamella.config import SplitConfig
 from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Links
-from lamella.plan.fluid import Fluid, Team
+from lamella.plan.fluid import Fluid, Team, in_pipeline
 from lamella.plan.split import Split
 from lamella.plan.work import StepPlan, part_of
 
@@ -139,8 +139,8 @@ class Balancer:
             found = fluid.cut(teams, groups, self.in_flight)
             if found is not None and found[1] != ends:
                 best.append(fluid.split(teams, found[1], self.split.groups, self.in_flight))
-        seconds = [slowest(fluid, split, groups) for split in best]
-        now = slowest(fluid, self.split, groups)
+        seconds = [estimate(fluid, split, groups, self.in_flight) for split in best]
+        now = estimate(fluid, self.split, groups, self.in_flight)
         settled = all(speed.steps >= SETTLED and not speed.apart for speed in self._speeds)
         saves = 1 - (self.threshold / 2 if settled else self.threshold)
         # Shares alone where they will do: layers that move take their adapter state along.
@@ -151,18 +151,22 @@ class Balancer:
         return self.split
 
 
-def slowest(fluid: Fluid, split: Split, groups: int) -> float:
-    """Seconds of the slowest rank's computing and dequantising in a step, if rows could be cut at will."""
-    worst = 0.0
-    for stage in split.stages:
+def estimate(fluid: Fluid, split: Split, groups: int, in_flight: int | None) -> float:
+    """Seconds of a step under a split as it is, if rows could be cut at will."""
+    times = []
+    for s, stage in enumerate(split.stages):
+        team = Team(stage.ranks, stage.way)
+        flying = min(groups, max(1, (in_flight or len(split.stages)) - s))
         flops = float(fluid.flops[stage.first, stage.last])
         nbytes = float(fluid.dequantised[stage.first, stage.last])
-        for rank, share in zip(stage.ranks, stage.shares, strict=True):
+        slowest = 0.0
+        for k, (rank, share) in enumerate(zip(stage.ranks, stage.shares, strict=True)):
             device = fluid.devices[rank]
             fixed = 2 * groups * nbytes / device.dequantise_bytes_per_s
+            seconds = share * flops / device.flops_per_s + fixed if share > 0 else 0.0
             if stage.way == "experts":
-                part = part_of(stage, rank, fluid.table)
-                worst = max(worst, part * (flops / device.flops_per_s + fixed))
-            elif share > 0:
-                worst = max(worst, share * flops / device.flops_per_s + fixed)
-    return worst
+                seconds = part_of(stage, rank, fluid.table) * (flops / device.flops_per_s + fixed)
+            reading = float(fluid.reading(team, k, groups, flying)[stage.first, stage.last])
+            slowest = max(slowest, seconds, reading if share > 0 else 0.0)
+        times.append(slowest)
+    return in_pipeline(times, groups)

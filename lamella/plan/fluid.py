@@ -121,8 +121,12 @@ class Fluid:
             return out
         return out + self.boundary * tokens
 
-    def caps(self, team: Team, groups: int, flying: int) -> list[np.ndarray]:
-        """The largest share that each device of a team has memory for, in each run of layers (below 0: none)."""
+    def caps(self, team: Team, groups: int, flying: int, hold: bool = False) -> list[np.ndarray]:
+        """The largest share that each device of a team has memory for, in each run of layers (below 0: none).
+
+        Args:
+            hold: with all its layers held, where that is possible at all.
+        """
         out = []
         tokens = self.tokens * min(1.0, flying / groups)
         for rank in team.ranks:
@@ -130,7 +134,7 @@ class Fluid:
             if device.memory_bytes is None:
                 out.append(np.full_like(self.packed, np.inf))
                 continue
-            held = self.slots if device.read_bytes_per_s > 0 else self.packed
+            held = self.slots if device.read_bytes_per_s > 0 and not hold else self.packed
             room = device.memory_bytes - self.rest
             if team.way == "tokens":
                 room = room - held - self.state
@@ -162,15 +166,19 @@ class Fluid:
         if any(self.devices[r].memory_bytes is not None for r in team.ranks):
             out = np.maximum(out, self._limited(team, groups, flying))
         for k, rank in enumerate(team.ranks):
-            device = self.devices[rank]
-            if device.memory_bytes is None or device.read_bytes_per_s <= 0:
-                continue
-            short = self.need(team, k, groups, flying, stream=False) - device.memory_bytes
-            part = 1 - self.divisible * (1 - self._shares_about(team)[k]) if team.way == "experts" else 1.0
-            streamed = np.minimum(short + self.slots * part, self.packed * part)
-            read = np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
-            out = np.maximum(out, read)
+            if self.devices[rank].memory_bytes is not None:
+                out = np.maximum(out, self.reading(team, k, groups, flying))
         return np.where(self.valid, out, np.inf)
+
+    def reading(self, team: Team, k: int, groups: int, flying: int) -> np.ndarray:
+        """Seconds in which device k of a team reads what it has no room for, at a share by its speed."""
+        device = self.devices[team.ranks[k]]
+        if device.memory_bytes is None or device.read_bytes_per_s <= 0:
+            return np.zeros_like(self.packed)
+        short = self.need(team, k, groups, flying, stream=False) - device.memory_bytes
+        part = 1 - self.divisible * (1 - self._shares_about(team)[k]) if team.way == "experts" else 1.0
+        streamed = np.minimum(short + self.slots * part, self.packed * part)
+        return np.where(short > 0, 2 * groups * streamed / device.read_bytes_per_s, 0.0)
 
     def _limited(self, team: Team, groups: int, flying: int) -> np.ndarray:
         """Seconds where memory keeps a device's share below what its speed is good for, the others taking more; infinite
@@ -213,12 +221,15 @@ class Fluid:
         speeds = [self.devices[r].flops_per_s for r in team.ranks]
         return [v / sum(speeds) for v in speeds]
 
-    def shares(self, team: Team, first: int, last: int, groups: int, in_flight: int | None = None) -> tuple[float, ...]:
+    def shares(
+        self, team: Team, first: int, last: int, groups: int, in_flight: int | None = None, hold: bool = False
+    ) -> tuple[float, ...]:
         """Shares under which all of a team's devices end together, as far as each has memory; 0 for one that its own
         dequantising alone keeps longer.
 
         Args:
             in_flight: groups held at most; None: all.
+            hold: as far as each device has memory beside all its layers, if the team has it in all.
         """
         n = len(team.ranks)
         if n == 1:
@@ -231,7 +242,8 @@ class Fluid:
             d = float(self.divisible[first, last])
             work = [w + f for w, f in zip(whole, fixed, strict=True)]
             fixed, whole = [(1 - d) * w for w in work], [d * w for w in work]
-        caps = [float(cap[first, last]) for cap in self.caps(team, groups, min(groups, in_flight or groups))]
+        flying = min(groups, in_flight or groups)
+        caps = [float(cap[first, last]) for cap in self.caps(team, groups, flying, hold)]
         return level_shares(fixed, whole, [max(0.0, ROOM * cap) for cap in caps], keep=team.way == "experts")
 
     def reduce_seconds(self, team: Team, first: int, last: int) -> float:
@@ -270,10 +282,13 @@ class Fluid:
         limit = len(teams) if in_flight is None else in_flight
         return [(team, groups, min(groups, max(1, limit - s))) for s, team in enumerate(teams)]
 
-    def split(self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None) -> Split:
+    def split(
+        self, teams: Sequence[Team], ends: Sequence[int], groups: int, in_flight: int | None = None, hold: bool = False
+    ) -> Split:
+        """A split with these teams and ends, and the shares that suit them."""
         stages = []
         for (team, _, flying), a, b in zip(self._flying(teams, groups, in_flight), [0, *ends[:-1]], ends, strict=True):
-            stages.append(Stage(a, b, team.ranks, self.shares(team, a, b, groups, flying), team.way))
+            stages.append(Stage(a, b, team.ranks, self.shares(team, a, b, groups, flying, hold), team.way))
         return Split(tuple(stages), groups if len(stages) > 1 else 1)
 
 

@@ -73,6 +73,15 @@ def memory_of(
     return found
 
 
+def in_flight_of(plan: StepPlan) -> int:
+    """The limit, as `plan_step` takes it, that a plan keeps to: stage s holds s groups fewer than that at most."""
+    found = 1
+    for s, actions in enumerate(plan.actions):
+        most = max(map(len, held([(action.kind, action.group) for action in actions])), default=0)
+        found = max(found, most + s if most > 1 else 1)
+    return found
+
+
 def stage_memory(
     table: CostTable, stage: Stage, rank: int, device: Device, in_flight_tokens: int, micro_batch_tokens: int
 ) -> DeviceMemory:

@@ -17,7 +17,7 @@ from lamella.plan.asked import Asked, check_asked
 from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Link, Links
 from lamella.plan.fluid import Fluid, Team
-from lamella.plan.memory import DeviceMemory, memory_of
+from lamella.plan.memory import DeviceMemory, in_flight_of, memory_of
 from lamella.plan.simulate import Timeline, simulate
 from lamella.plan.split import Split, Way
 from lamella.plan.teams import find_teams
@@ -56,7 +56,7 @@ class Choice:
         reasons: lines for people.
         rejected: the best of each other kind, and what does not fit; fastest first.
         memory: per device.
-        in_flight: for `plan_step`: groups that the first stage may hold; None: as few as take the least time.
+        in_flight: for `plan_step`: groups that the first stage may hold, as memory was reckoned with; None: one stage.
         suggestions: what would make steps faster, lines for people.
     """
 
@@ -127,9 +127,9 @@ class _Finder:
     def run(self) -> Choice:
         tried: list[_Tried] = []
         if "tokens" in self.asked.ways:
-            tried.append(self._try(self._whole(Team(self.everyone))))
+            tried += self._try_whole(Team(self.everyone))
         if "experts" in self.asked.ways and self.asked.stages is None and self._experts_whole():
-            tried.append(self._try(self._whole(Team(self.everyone, "experts"))))
+            tried += self._try_whole(Team(self.everyone, "experts"))
         tried += self._pipelines(min((t.step_s for t in tried), default=float("inf")))
         full = [t for t in tried if self._ranks(t.split) == set(self.everyone)]
         best = min(full, key=lambda t: t.step_s, default=None)
@@ -151,8 +151,13 @@ class _Finder:
             timeline = simulate(split, plan, self.model, self.devices, self.links, self.rows, self.table, memory)
         return _Tried(split, plan, memory, timeline, in_flight)
 
-    def _whole(self, team: Team) -> Split:
-        return self._shared(self.fluid.split([team], [self.fluid.layers], 1))
+    def _try_whole(self, team: Team) -> list[_Tried]:
+        """One stage, with shares by speed, and with shares that leave room for all layers."""
+        splits = dict.fromkeys([self._whole(team), self._whole(team, hold=True)])
+        return [self._try(split) for split in splits]
+
+    def _whole(self, team: Team, hold: bool = False) -> Split:
+        return self._shared(self.fluid.split([team], [self.fluid.layers], 1, hold=hold))
 
     def _shared(self, split: Split) -> Split:
         """With shares set by hand, if there are any."""
@@ -226,7 +231,15 @@ class _Finder:
         if self.asked.groups is not None:
             counts = {self.asked.groups}
         found = list(dict.fromkeys(f.teams for g in sorted(counts) for f in find_teams(self.fluid, g, experts, only)))
-        return found or [tuple(Team((r,)) for r in self.everyone[: self.fluid.layers])]
+        if not any(sum(len(team.ranks) for team in teams) == n for teams in found):
+            found.append(self._in_order(min(n, self.fluid.layers)))
+        return found
+
+    def _in_order(self, stages: int) -> tuple[Team, ...]:
+        """Devices as listed, about as many to each stage."""
+        n = len(self.everyone)
+        ends = [n * (s + 1) // stages for s in range(stages)]
+        return tuple(Team(self.everyone[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True))
 
     def _groups(self, stages: int) -> list[int]:
         if stages == 1:
@@ -302,7 +315,8 @@ class _Finder:
             f"{_kind(best.split)}: {format_seconds(best.step_s)} a step, the least of {len(full)} splits played through"
         ]
         reasons += [f"not {_kind(r.split)}: {r.why}" for r in rejected]
-        return Choice(best.split, best.timeline, reasons, rejected, best.memory, best.plan, best.in_flight, suggestions)
+        flying = in_flight_of(best.plan) if len(best.split.stages) > 1 else None
+        return Choice(best.split, best.timeline, reasons, rejected, best.memory, best.plan, flying, suggestions)
 
     def _why(self, t: _Tried, best: _Tried) -> str:
         if t.timeline is None:
