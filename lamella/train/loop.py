@@ -323,6 +323,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "flop_per_s": flops / max(step_s, 1e-9),
         "utilisation": flops / max(step_s, 1e-9) / run.matmul_flops_per_s,
         "devices": run.devices,
+        "planned_s": run.spread.planned_s(rows.rows) if run.ranks.first else None,
         "rss_bytes": rss_bytes(),
         "skipped": reason or None,
     }

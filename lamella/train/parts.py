@@ -95,7 +95,8 @@ class Spread(Protocol):
     and rows. `owners`: ranks that train a parameter, the
     first of which speaks for it. `pipelined`: ranks wait for each other within a step. `adapt`: take another split when
     measured busy seconds ask for it, and name the parameters whose owners changed; None: all stays. `settle`: the
-    parameters are with their new owners. `lines`: the split in words. `state`: for the checkpoint.
+    parameters are with their new owners. `lines`: the split in words.
+    `planned_s`: seconds that a step should take. `state`: for the checkpoint.
     """
 
     @property
@@ -106,6 +107,7 @@ class Spread(Protocol):
     def adapt(self, rows: Sequence[int], busy_s: Sequence[float]) -> tuple[str, ...] | None: ...
     def settle(self) -> None: ...
     def lines(self) -> list[str]: ...
+    def planned_s(self, rows: Sequence[int]) -> float | None: ...
     def state(self) -> dict[str, Any] | None: ...
 
 

@@ -23,6 +23,7 @@ from lamella.plan.costs import ModelCost, RowCost
 from lamella.plan.devices import Device, Link, Links
 from lamella.plan.explain import explain
 from lamella.plan.search import Choice, find_split
+from lamella.plan.simulate import simulate
 from lamella.plan.split import Split, Stage
 from lamella.plan.work import StepPlan, plan_step
 from lamella.ranks.group import Ranks
@@ -73,6 +74,9 @@ class EvenRows:
     def settle(self) -> None:
         """Nothing ever changes."""
 
+    def planned_s(self, rows: Sequence[int]) -> float | None:
+        return None
+
     def lines(self) -> list[str]:
         return [f"rows are shared evenly by {self._ranks.world} ranks"]
 
@@ -111,7 +115,7 @@ class SplitRows:
         self.choice: Choice | None = None
         self._in_flight: int | None = None
         if state is not None and _ranks_of(state) == ranks.world:
-            self.split = _split_from(state)
+            self.split, self._in_flight = _split_from(state), state["in_flight"]
         else:
             self.choice = find_split(self.model, self.devices, self.links, first_rows, config.split, micro)
             self.split, self._in_flight = self.choice.split, self.choice.in_flight
@@ -177,8 +181,9 @@ class SplitRows:
 
     def _plan_of(self, costs: Sequence[RowCost]) -> StepPlan:
         return plan_step(
-            self.split, self.model, self._speeds, costs, self._config.train.micro_batch_tokens, self._in_flight
-        )
+            self.split, self.model, self._speeds, costs, self._config.train.micro_batch_tokens, self._in_flight,
+            devices=self.devices, links=self.links,
+        )  # fmt: skip
 
     def take(self, rows: Sequence[int]) -> RankWork | None:
         """This rank's work on these rows; None: it has nothing to do."""
@@ -207,8 +212,6 @@ class SplitRows:
     def adapt(self, rows: Sequence[int], busy_s: Sequence[float]) -> tuple[str, ...] | None:
         """Take another split when measured times ask for it. Returns the parameters that changed hands, or None when the
         split stays as it is; `settle` has to be called once they are where they belong."""
-        if not self._config.split.rebalance:
-            return None
         costs = self.costs(rows)
         self._balancer.observe(self.plan(rows), costs, busy_s)
         proposed = self._balancer.propose(costs)
@@ -216,12 +219,18 @@ class SplitRows:
             return None
         before = {name: self.owners(name) for name in self._layer_of}
         self.split, self._plan = proposed, None
-        self._speeds = [device.flops_per_s for device in self._balancer.devices]
+        self.devices = self._balancer.devices
+        self._speeds = [device.flops_per_s for device in self.devices]
         return tuple(name for name, ranks in before.items() if self.owners(name) != ranks)
 
     def settle(self) -> None:
         """After `adapt`."""
         self._settle()
+
+    def planned_s(self, rows: Sequence[int]) -> float:
+        """Seconds that this step should take, by the plan and the speeds measured so far."""
+        costs = self.costs(rows)
+        return simulate(self.split, self.plan(rows), self.model, self._balancer.devices, self.links, costs).step_s
 
     def lines(self) -> list[str]:
         """One line per stage."""
@@ -234,7 +243,8 @@ class SplitRows:
 
     def state(self) -> dict[str, Any] | None:
         """For the checkpoint: a resumed run of as many ranks goes on with this split."""
-        return {"stages": [asdict(stage) for stage in self.split.stages], "groups": self.split.groups}
+        return {"stages": [asdict(stage) for stage in self.split.stages], "groups": self.split.groups,
+                "in_flight": self._in_flight}  # fmt: skip
 
 
 def _counts(batches: Sequence[PackedBatch]) -> tuple[int, int]:
