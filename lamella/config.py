@@ -322,7 +322,7 @@ _PATHS = (("store",), ("runs_dir",), ("init_adapter",), ("data", "train"), ("dat
           ("validation", "data"))  # fmt: skip
 
 
-def _anchor(tree: dict[str, Any], folder: Path) -> None:
+def anchor(tree: dict[str, Any], folder: Path) -> None:
     """Make paths of a file relative to that file's folder."""
     for *parents, leaf in _PATHS:
         node: Any = tree
@@ -355,11 +355,11 @@ def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
-    _anchor(tree, path.parent)
+    anchor(tree, path.parent)
     over: dict[str, Any] = {}
     for item in overrides or []:
         _override(over, item)
-    _anchor(over, Path())
+    anchor(over, Path())
     return build_run_config(_merge(tree, over), path)
 
 

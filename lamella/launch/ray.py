@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
-from lamella.config import RunConfig, build_run_config
+from lamella.config import RunConfig, anchor, build_run_config
 from lamella.errors import RankLost, UserError
 from lamella.hardware.allocator import TUNABLES
 from lamella.launch.supervise import Mode, supervise
@@ -51,7 +52,8 @@ def train_with_ray(
         raise UserError("no [[devices]] and no number of workers", fix="give one of them")
     check_count(config, count)
     uses_gpu = any(device.startswith("cuda") for device in [config.compute.device, *(d.device for d in config.devices)])
-    config = _with_whole_paths(config)
+    tree = config.model_dump(mode="json")
+    anchor(tree, Path.cwd())  # workers have other working folders
     env = {"GLIBC_TUNABLES": TUNABLES} | {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
     if not ray.is_initialized():
         ray.init()
@@ -60,12 +62,12 @@ def train_with_ray(
         reports = ray.remote(num_cpus=0)(_Reports).remote()
         trainer = TorchTrainer(
             _work,
-            train_loop_config={"config": config.model_dump(mode="json"), "mode": mode, "reports": reports},
+            train_loop_config={"config": tree, "mode": mode, "reports": reports},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=count, use_gpu=uses_gpu, resources_per_worker=resources),
             run_config=RayRunConfig(
                 name=f"lamella-{config.name}",
-                storage_path=str(config.runs_dir / ".ray"),
+                storage_path=str(Path.cwd() / config.runs_dir / ".ray"),
                 failure_config=FailureConfig(max_failures=0),
                 worker_runtime_env={"env_vars": env},
             ),
@@ -128,17 +130,3 @@ def _part_from_rays_group() -> None:
     dist.broadcast_object_list(port, src=0)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port[0])
-
-
-def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """Workers have other working folders."""
-    tree = config.model_dump(mode="json")
-
-    def whole(value: Any) -> Any:
-        return [os.path.abspath(v) for v in value] if isinstance(value, list) else value and os.path.abspath(value)
-
-    for section, name in (("", "store"), ("", "runs_dir"), ("", "init_adapter"), ("data", "train"),
-                          ("data", "chat_template"), ("validation", "data")):  # fmt: skip
-        node = tree[section] if section else tree
-        node[name] = whole(node[name])
-    return build_run_config(tree)

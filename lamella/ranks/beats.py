@@ -27,6 +27,7 @@ from lamella.console import err
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import rss_bytes
 from lamella.ranks.judge import Beat, Judge, Verdict
+from lamella.ranks.report import leave_report
 
 BEAT_S = 1.0
 """Seconds between beats, at most."""
@@ -44,7 +45,8 @@ class Notes(Protocol):
 
 
 def show_error(error: UserError) -> None:
-    err.print(f"error: {error.render()}", markup=False)
+    if not leave_report(error):
+        err.print(f"error: {error.render()}", markup=False)
 
 
 @dataclass
