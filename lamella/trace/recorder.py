@@ -46,7 +46,7 @@ class Totals:
         seconds: by cause, main lane alone; a span within another counts for its own cause only.
         nbytes: by cause, all lanes.
         wait_s, link_s: main lane's seconds in `wait_peer`, and in `send` and `receive`, by peer.
-        sent, send_s: bytes sent and seconds of `send`, all lanes, by peer.
+        sent: bytes sent, all lanes, by peer.
         by_peer_bytes: of `send` and `receive` whose peer is known, all lanes.
         read_s: seconds of `load` in other lanes: how long the reader was at work.
     """
@@ -57,7 +57,6 @@ class Totals:
     wait_s: dict[int, float] = field(default_factory=dict)
     link_s: dict[int, float] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
-    send_s: dict[int, float] = field(default_factory=dict)
     by_peer_bytes: int = 0
     read_s: float = 0.0
 
@@ -146,7 +145,6 @@ class Recorder:
                 totals.by_peer_bytes += span.nbytes
             if cause == "send" and peer is not None:
                 totals.sent[peer] = totals.sent.get(peer, 0) + span.nbytes
-                totals.send_s[peer] = totals.send_s.get(peer, 0.0) + seconds
             if cause == "load" and span.lane != "main":
                 totals.read_s += seconds
 

@@ -20,6 +20,7 @@ from lamella.units import format_bytes, format_seconds
 MATTERS = 0.05
 """Share of a device's time below which a wait is not worth a word."""
 _MOST = 4  # findings
+_FEW_BYTES = 1e6  # what takes long about fewer is coming together
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class _Sums:
     rows: int = 0
     wait_s: Counter[str] = field(default_factory=Counter)
     move_s: Counter[str] = field(default_factory=Counter)
-    send_s: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, device: dict[str, Any]) -> None:
@@ -53,8 +53,7 @@ class _Sums:
         self.read_s += device["read_s"]
         self.tokens += device["tokens"]
         self.rows += device["rows"]
-        for sums, name in ((self.wait_s, "wait_s"), (self.move_s, "move_s"), (self.send_s, "send_s"),
-                           (self.nbytes, "bytes")):  # fmt: skip
+        for sums, name in ((self.wait_s, "wait_s"), (self.move_s, "move_s"), (self.nbytes, "bytes")):
             sums.update(device[name])
 
     def share(self, seconds: float) -> float:
@@ -120,7 +119,7 @@ def _device(rank: int, one: _Sums, label: str) -> dict[str, Any]:
 
 
 def _links(sums: Sequence[_Sums], steps: int) -> list[dict[str, Any]]:
-    """Bytes by link; seconds are of reading or sending, also beside the walk, where they were measured."""
+    """Bytes by link, with rates of disks and sums; a transfer beside the walk does not tell how long it took."""
     links = []
 
     def put(name: str, nbytes: float, seconds: float) -> None:
@@ -132,9 +131,9 @@ def _links(sums: Sequence[_Sums], steps: int) -> list[dict[str, Any]]:
         put(f"disk of rank {rank}", one.nbytes["disk"], one.read_s)
         put(f"host memory of rank {rank}", one.nbytes["host"], 0.0)
         for peer in range(len(sums)):
-            put(f"rank {rank} to rank {peer}", one.nbytes[f"rank {peer}"], one.send_s[f"rank {peer}"])
+            put(f"rank {rank} to rank {peer}", one.nbytes[f"rank {peer}"], 0.0)
         put(f"group of rank {rank}", one.nbytes["group"], one.move_s["group"])
-    put("sums over ranks", sums[0].nbytes["reduce"], sums[0].move_s["reduce"])
+    put("sums over ranks", max(one.nbytes["reduce"] for one in sums), min(one.move_s["reduce"] for one in sums))
     return links
 
 
@@ -248,7 +247,7 @@ def _of_link(sums: Sequence[_Sums], a: int, b: int, split: str, steps: int) -> F
     share = max(one.share(one.move_s[peer]) for one, peer in ends)
     if share < MATTERS:
         return None
-    nbytes, seconds = sum(one.nbytes[peer] for one, peer in ends), sum(one.send_s[peer] for one, peer in ends)
+    nbytes, seconds = sum(one.nbytes[peer] for one, peer in ends), max(one.move_s[peer] for one, peer in ends)
     rate = f" at {format_bytes(nbytes / seconds)}/s" if nbytes and seconds else ""
     text = (
         f"ranks {a} and {b} exchange {format_bytes(nbytes / steps)} a step{rate}, which takes {share:.0%} of the time: "
@@ -265,7 +264,13 @@ def _of_reduce(sums: Sequence[_Sums], split: str, steps: int) -> Finding | None:
     share = seconds / _total(sums)
     if share < MATTERS:
         return None
-    per_step, taken_s = sums[0].nbytes["reduce"] / steps, min(one.move_s["reduce"] for one in sums) / steps
+    per_step, taken_s = (
+        max(one.nbytes["reduce"] for one in sums) / steps,
+        min(one.move_s["reduce"] for one in sums) / steps,
+    )
+    if per_step < _FEW_BYTES:
+        text = f"meeting for sums of {format_bytes(per_step)} a step takes {share:.0%}: steps are short; take more tokens per step"
+        return Finding(share, "links (sums over ranks)", text)
     rate = f" at {format_bytes(per_step / taken_s)}/s" if taken_s else ""
     text = (
         f"adding up {format_bytes(per_step)} a step over ranks{rate} takes {share:.0%}: take more tokens per step, a "
@@ -320,12 +325,14 @@ HEAD = ("device", "tokens", "busy", "idle", "waits for", "links", "other")
 
 def rows_of(summary: dict[str, Any]) -> list[list[str]]:
     """One row of cells per device, under `HEAD`."""
-    return [
-        [f"rank {one['rank']} {one['device']}".rstrip(), str(one["tokens"]), f"{one['busy']:.1%}",
-         f"{sum(one['wait'].values()):.1%}", ", ".join(f"{cause} {share:.1%}" for cause, share in one["wait"].items() if share >= 0.0005) or "-",
-         f"{sum(one['move'].values()):.1%}", f"{one['other']:.1%}"]
-        for one in summary["each"]
-    ]  # fmt: skip
+    rows = []
+    for one in summary["each"]:
+        waits = [f"{cause} {share:.1%}" for cause, share in one["wait"].items() if share >= 0.0005]
+        idle, links = sum(one["wait"].values()), sum(one["move"].values())
+        name = f"rank {one['rank']} {one['device']}".rstrip()
+        rows.append([name, str(one["tokens"]), f"{one['busy']:.1%}", f"{idle:.1%}", ", ".join(waits) or "-",
+                     f"{links:.1%}", f"{one['other']:.1%}"])  # fmt: skip
+    return rows
 
 
 def links_of(summary: dict[str, Any]) -> list[str]:

@@ -19,8 +19,8 @@ _HEAD = ("step_s", "tokens", "rows", *CAUSES, "read_s", "disk_bytes", "host_byte
 
 
 def slot_size(world: int) -> int:
-    """Numbers per rank: the head, then by peer: waits, transfers, bytes sent, seconds of sending."""
-    return len(_HEAD) + 4 * world
+    """Numbers per rank: the head, then by peer: waits, transfers, bytes sent."""
+    return len(_HEAD) + 3 * world
 
 
 def totals_vector(totals: Totals, rank: int, world: int, tokens: int, rows: int) -> list[float]:
@@ -38,7 +38,7 @@ def totals_vector(totals: Totals, rank: int, world: int, tokens: int, rows: int)
             nbytes.get("send", 0) + nbytes.get("receive", 0) - totals.by_peer_bytes]  # fmt: skip
     start = rank * size
     vector[start : start + len(head)] = map(float, head)
-    by_peers: list[Mapping[int, float]] = [totals.wait_s, totals.link_s, totals.sent, totals.send_s]
+    by_peers: list[Mapping[int, float]] = [totals.wait_s, totals.link_s, totals.sent]
     for n, by_peer in enumerate(by_peers):
         for peer, value in by_peer.items():
             vector[start + len(head) + n * world + peer] = float(value)
@@ -52,18 +52,18 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
 
     Returns:
         per rank: `rank`, `step_s` (the interval), `busy_s`, `compute_s`, `wait_s` by what is waited for ("rank 1", "disk",
-        "host"), `move_s` by link ("rank 1", "reduce", "group": what a group of ranks gathers), `read_s`, `send_s` by peer
-        (also beside the walk), `tokens`, `rows`, and `bytes` by link ("disk", "host", "reduce", "group", "rank 1": sent
+        "host"), `move_s` by link ("rank 1", "reduce", "group": what a group of ranks gathers), `read_s` (beside the
+        walk), `tokens`, `rows`, and `bytes` by link ("disk", "host", "reduce", "group", "rank 1": sent
         there). Links without any are left out.
     """
     size = slot_size(world)
     slots = [vector[r * size : (r + 1) * size] for r in range(world)]
     heads = [dict(zip(_HEAD, slot, strict=False)) for slot in slots]
-    peers = [[slot[len(_HEAD) + n * world :][:world] for n in range(4)] for slot in slots]
+    peers = [[slot[len(_HEAD) + n * world :][:world] for n in range(3)] for slot in slots]
     meeting = [max(head["wait_peer"] - sum(waits[0]), 0.0) for head, waits in zip(heads, peers, strict=True)]
     last = meeting.index(min(meeting))
     devices = []
-    for rank, (head, (waits, links, sent, send_s)) in enumerate(zip(heads, peers, strict=True)):
+    for rank, (head, (waits, links, sent)) in enumerate(zip(heads, peers, strict=True)):
         wait = {f"rank {peer}": seconds for peer, seconds in enumerate(waits)}
         move = {f"rank {peer}": seconds for peer, seconds in enumerate(links)}
         together = move if rank == last else wait
@@ -78,11 +78,10 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
             "group": head["group_bytes"],
         }
         nbytes |= {f"rank {peer}": count for peer, count in enumerate(sent)}
-        sending = {f"rank {peer}": seconds for peer, seconds in enumerate(send_s)}
         devices.append(
             {"rank": rank, "step_s": head["step_s"], "busy_s": sum(head[cause] for cause in BUSY),
              "compute_s": head["compute"], "wait_s": _some(wait), "move_s": _some(move), "read_s": head["read_s"],
-             "send_s": _some(sending), "tokens": int(head["tokens"]), "rows": int(head["rows"]),
+             "tokens": int(head["tokens"]), "rows": int(head["rows"]),
              "bytes": {link: int(count) for link, count in nbytes.items() if count}}
         )  # fmt: skip
     return devices

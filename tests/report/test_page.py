@@ -137,7 +137,7 @@ def test_devices_show_what_they_wait_for(run):
 
     def device(rank, busy_s, **more):
         return {"rank": rank, "step_s": 1.0, "busy_s": busy_s, "compute_s": busy_s, "wait_s": {}, "move_s": {}, "read_s": 0.0,
-                "send_s": {}, "tokens": 50, "rows": 1, "bytes": {}, **more}  # fmt: skip
+                "tokens": 50, "rows": 1, "bytes": {}, **more}  # fmt: skip
 
     devices = [device(0, 0.4, wait_s={"rank 1": 0.6}, bytes={"reduce": 5 * 10**6}), device(1, 1.0)]
     steps = [{**json.loads(line), "devices": devices} for line in (run / "metrics.jsonl").read_text().splitlines()]
