@@ -42,10 +42,9 @@ _WRITTEN_BY_US = {  # keys by which a file of ours is known
 FREE_KEYS = (
     "name", "runs_dir", "store", "init_adapter", "data.train", "data.chat_template", "validation.data",  # places
     "train.steps", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "train.max_bad_steps",
-    "trace.steps",
     "memory.budget", "memory.recompute", "memory.state", "train.micro_batch_tokens", "compute.threads",  # rounding at most
     "devices", "split.kind", "split.stages", "split.layers", "split.shares", "split.groups", "split.rebalance",
-    "split.gather", "trace.steps",
+    "split.gather", "trace.steps", "launch.restarts",
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
 

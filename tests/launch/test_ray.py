@@ -8,12 +8,14 @@ from lamella.config import load_run_config
 from lamella.errors import UserError
 from lamella.launch.ray import train_with_ray
 
+pytest.importorskip("ray", reason="needs lamella[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray = pytest.importorskip("ray", reason="needs lamella[ray]")
+    import ray
+
     ray.init(num_cpus=4, include_dashboard=False)
     yield
     ray.shutdown()
