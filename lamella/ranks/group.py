@@ -54,8 +54,9 @@ class Pending:
         """
         start_s = time.perf_counter()
         self._ranks.call(self._name, self._work.wait, peer=self._peer)
-        span = Span(self._cause, self._name, start_s, time.perf_counter(), self._tensor.nbytes, self._peer, self._cause)
-        RECORDER.add(span)
+        if self._cause == "receive":  # a send's bytes were told when it began
+            end_s, nbytes = time.perf_counter(), self._tensor.nbytes
+            RECORDER.add(Span("receive", self._name, start_s, end_s, nbytes, self._peer, "receive"))
 
 
 class Group:
@@ -273,7 +274,7 @@ class Ranks:
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Begin to send a contiguous tensor of any dtype; `tag` tells transfers between the same two ranks apart."""
         name = f"send to rank {to}"
-        work = self.call(name, lambda: dist.isend(tensor, to, tag=tag), "send", peer=to)
+        work = self.call(name, lambda: dist.isend(tensor, to, tag=tag), "send", tensor.nbytes, to)
         return Pending(self, _sure(work), "send", name, tensor, to)
 
     def receive(self, out: Tensor, source: int, tag: int) -> Pending:

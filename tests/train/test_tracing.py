@@ -1,20 +1,24 @@
 """A run leaves a timeline of all ranks, and says per step and at its end what each device did."""
 
 import json
-import multiprocessing
-import os
 import signal
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
+from lamella.config import build_run_config
 from lamella.errors import RunFailed
 from lamella.store.reader import Store
+from lamella.trace.chrome import RankSpans, pack, trace_of, unpack
+from lamella.trace.clock import clocks_of, read_clock
+from lamella.trace.recorder import RECORDER
 from lamella.train.loop import train_run
+from tests.distributed import run_as_ranks
 from tests.trace.format import check, slices
 from tests.train import fake
-from tests.train.processes import free_port, run_ranks, start
+from tests.train.processes import run_ranks, start
 
 AHEAD_S = 7.0
 
@@ -129,60 +133,58 @@ def test_the_real_engine_in_one_process(tmp_path, stores, real_config, capsys):
     assert "device cpu: " in capsys.readouterr().out
 
 
-def _rank(rank, port, folder):
-    """Sends to rank 1 what it waits for, and leaves spans and readings of a clock that is ahead on rank 1."""
-    import torch
-    import torch.distributed as dist
+def train_as_rank(tree):
+    torch.set_num_threads(1)
+    train_run(build_run_config(tree))
 
-    from lamella.ranks.group import Ranks
-    from lamella.trace.chrome import pack
-    from lamella.trace.clock import read_clock
-    from lamella.trace.recorder import RECORDER
 
-    os.environ.update(WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks = Ranks.join()
+def test_stages_with_an_arrow_for_every_transfer(tmp_path, real_config):
+    """Two stages of the real engine: what one sends the other receives, later."""
+    config = real_config(
+        "dense", train={"steps": 3, "rows_per_step": 8, "micro_batch_tokens": 128}, trace={"steps": 2},
+        split={"kind": "stages", "layers": [3, 1], "groups": 2, "rebalance": False},
+    )  # fmt: skip
+    run_as_ranks(2, train_as_rank, config.model_dump(mode="json"), join=False)
+    trace, lines, receipt = read(tmp_path / "run")
+    flows, _ = check(trace)
+    sent = [[e for e in slices(trace, "send", rank) if "bytes" in e["args"]] for rank in (0, 1)]
+    came = [[e for e in slices(trace, "receive", rank) if "bytes" in e["args"]] for rank in (0, 1)]
+    assert len(flows) == len(sent[0]) + len(sent[1]) and min(map(len, sent)) >= 4
+    for out, back in ((sent[0], came[1]), (sent[1], came[0])):
+        assert [e["args"]["bytes"] for e in out] == [e["args"]["bytes"] for e in back]
+    clock = trace["otherData"]["clock"]
+    assert clock["received_before_sent_s"] <= sum(clock["error_s"])
+    layers = [{e["name"].split()[-1] for e in slices(trace, "compute", rank)} for rank in (0, 1)]
+    assert layers == [{"0", "1", "2"}, {"3", "head"}]
+    for line in lines:
+        check_shares(line)
+        assert all(d["bytes"][f"rank {1 - d['rank']}"] > 0 for d in line["devices"])
+    assert receipt["devices"]["split"] == "stages"
+    assert {"rank 0 to rank 1", "rank 1 to rank 0"} <= {link["link"] for link in receipt["devices"]["links"]}
+
+
+def transfer(ranks):
+    """Rank 1 waits for what rank 0 sends: spans and readings of a clock that is ahead on rank 1."""
     RECORDER.keep(1)
     RECORDER.begin_step(0)
     tensor = torch.zeros(1 << 16)
-    for n in range(5):
-        cause = "send" if rank == 0 else "receive"
-        with RECORDER.span(cause, f"part {n}", tensor.nbytes, 1 - rank, cause):
-            dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
-        time.sleep(0.002 * rank)
-    readings = read_clock(lambda: ranks.sum_numbers([0.0]), clock=lambda: time.perf_counter() + rank * AHEAD_S)
-    (folder / f"{rank}.json").write_text(
-        json.dumps({"enter": readings.enter_s, "leave": readings.leave_s, "steps": pack(RECORDER.steps)})
-    )
-    ranks.leave()
+    for _ in range(5):
+        (ranks.send(tensor, 1, 0) if ranks.first else ranks.receive(tensor, 0, 0)).wait()
+        time.sleep(0.002 * ranks.rank)
+    packed = pack(RECORDER.steps)
+    readings = read_clock(lambda: ranks.sum_numbers([0.0]), clock=lambda: time.perf_counter() + ranks.rank * AHEAD_S)
+    return packed, readings
 
 
-def test_transfers_between_clocks_that_differ_are_in_order(tmp_path):
-    from lamella.trace.chrome import RankSpans, trace_of, unpack
-    from lamella.trace.clock import Readings, clocks_of
-    from lamella.trace.recorder import Span
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.fake"])
-    port = free_port()
-    processes = [context.Process(target=_rank, args=(rank, port, tmp_path)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    clocks = clocks_of([Readings(tuple(one["enter"]), tuple(one["leave"])) for one in told])
+def test_transfers_between_clocks_that_differ_are_in_order():
+    told = run_as_ranks(2, transfer)
+    clocks = clocks_of([replace(readings, kernel="") for _, readings in told])
     assert abs(clocks[1].offset_s + AHEAD_S) <= clocks[1].error_s
-    steps = [unpack(one["steps"]) for one in told]
-    ahead = [
-        replace(
-            step,
-            start_s=step.start_s + AHEAD_S,
-            spans=[Span(s.cause, s.name, s.start_s + AHEAD_S, s.end_s + AHEAD_S, *s[4:]) for s in step.spans],
-        )
-        for step in steps[1]
-    ]
-    trace = trace_of([RankSpans(0, "", steps[0], clocks[0]), RankSpans(1, "", ahead, clocks[1])])
+    steps = [unpack(packed) for packed, _ in told]
+    (step,) = steps[1]
+    spans = [s._replace(start_s=s.start_s + AHEAD_S, end_s=s.end_s + AHEAD_S) for s in step.spans]
+    ahead = replace(step, start_s=step.start_s + AHEAD_S, spans=spans)
+    trace = trace_of([RankSpans(0, "", steps[0], clocks[0]), RankSpans(1, "", [ahead], clocks[1])])
     flows, _ = check(trace)
     assert len(flows) == 5
     assert trace["otherData"]["clock"]["received_before_sent_s"] <= clocks[1].error_s
