@@ -26,6 +26,7 @@ from lamella.data.batching import StepPlanner, share_rows
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
+from lamella.engine.gather import GroupPeers
 from lamella.engine.memory import shape_of
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
@@ -319,14 +320,27 @@ class LossValidation:
 
 def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
     threads = config.compute.threads
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)) if ranks.world > 1 else 1
     if threads is None and ranks.world > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
         threads = max(1, len(os.sched_getaffinity(0)) // local)
     return Engine.open(
         store, dtype=config.compute.dtype, device=config.compute.device,
         budget_bytes=None if config.memory.budget is None else parse_bytes(config.memory.budget),
-        recompute=config.memory.recompute, threads=threads, seed=config.train.seed,
+        recompute=config.memory.recompute, threads=threads, seed=config.train.seed, ranks_here=local,
     )  # fmt: skip
+
+
+def gather_layers(config: RunConfig, engine: Engine, ranks: Ranks, fast_peers: bool = False) -> None:
+    """Where `split.gather` says so, or peers are faster than the host, read streamed layers together. All ranks call it.
+
+    Args:
+        fast_peers: links between these ranks' devices are faster than those to their hosts.
+    """
+    wanted = config.split.gather == "always" or (config.split.gather == "auto" and fast_peers)
+    if wanted and ranks.world > 1:
+        peers = GroupPeers.open([range(ranks.world)], engine.walk.weights.device, ranks.timeout_s)
+        assert peers is not None
+        engine.gather_with(peers)
 
 
 def fit_budget(engine: Engine, rows: Rows, ranks: Ranks, most: int = 2000) -> None:
@@ -427,6 +441,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
     engine.attach(adapter)
     fit_budget(engine, rows, ranks)
+    gather_layers(config, engine, ranks)
     sites = list(adapter.sites.values())
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
     facts = {
