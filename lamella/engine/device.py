@@ -149,6 +149,7 @@ class PageLock:
                 f"{format_bytes(memory.numel())} of host memory cannot be page-locked (CUDA error {code})",
                 fix="free host memory, or raise the limit of locked memory (ulimit -l)",
             )
+        self.memory = memory  # outlives the lock: released after it
         self._unpin = weakref.finalize(self, registrar.unregister, memory.data_ptr())
 
 

@@ -320,6 +320,8 @@ def _gradients(
             loss_sum, aux, flops = out.loss_sum, out.aux, out.flops
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
+        elif label_tokens:
+            run.parts.engine.pass_by()
     except Exception as error:
         ranks.meet(f"step {k + 1}")
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters)])
