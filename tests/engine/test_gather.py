@@ -142,7 +142,7 @@ def test_three_ranks_read_a_third_each_and_get_the_same_bits(path):
     steps = [f["facts"]["gather"] for f in found]
     assert len({s["layer_bytes"] for s in steps}) == 1
     assert sum(s["read_bytes"] for s in steps) == steps[0]["layer_bytes"]
-    plain = Engine.open(store, dtype="fp32", recompute="always")
+    plain = Engine.open(store, dtype="fp32", recompute="always", threads=1)
     trained_adapter(plain)
     _, wanted = step_gradients(plain, [ROWS[:2], ROWS[2:]])
     digest = {name: x.double().sum().item() for name, x in wanted.items()}
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_the_others(how, path, tmp_path):
         assert "rank 1 failed while layers were read together" in text
         own = ended[1][1]
         assert own[0] == {"read": "UserError", "raise": "ValueError"}[how]
-        assert {"read": "file ends at byte 10", "raise": "enough"}[how] in own[1]
+        assert {"read": "file ends at byte", "raise": "enough"}[how] in own[1]
 
 
 class ThreadPeers:
