@@ -12,6 +12,7 @@ from lamella.commands import data, demo, eval, quantize, store, train
 from lamella.console import err
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
+from lamella.ranks.report import launched, say
 
 app = typer.Typer(
     name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -43,10 +44,11 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        err.print(f"error: {error.render()}", markup=False)
+        say(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        err.print("interrupted")
+        if not launched():
+            err.print("interrupted")
         sys.exit(130)
 
 

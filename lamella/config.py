@@ -176,6 +176,12 @@ class SplitConfig(Section):
     """Each device reads 1/N of a streamed layer and gets the rest from its peers; `auto`: where peer links are faster."""
 
 
+class LaunchConfig(Section):
+    restarts: int = Field(3, ge=0)
+    """How often all local ranks are started again, from the last checkpoint, when one of them is lost. Under `torchrun`
+    its own --max-restarts counts."""
+
+
 class TraceConfig(Section):
     steps: int = Field(5, ge=0)
     """Last steps that `trace.json` shows; 0: no trace."""
@@ -223,12 +229,23 @@ class RunConfig(Section):
     """One entry per rank; empty: `compute` says it, or every visible GPU is one."""
     split: SplitConfig = SplitConfig()
     """How several devices share the work."""
+    launch: LaunchConfig = LaunchConfig()
+    """Starting local ranks."""
     trace: TraceConfig = TraceConfig()
     """What each device spends its time on."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     validation: ValidationConfig = ValidationConfig()
     """Measuring while training."""
+
+    def for_rank(self, rank: int) -> RunConfig:
+        """The same with this rank's own device, threads and budget, where `devices` says them."""
+        if not self.devices:
+            return self
+        own = self.devices[rank]
+        compute = self.compute.model_copy(update={"device": own.device, "threads": own.threads or self.compute.threads})
+        memory = self.memory.model_copy(update={"budget": own.budget or self.memory.budget})
+        return self.model_copy(update={"compute": compute, "memory": memory})
 
 
 def _section_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
@@ -305,7 +322,7 @@ _PATHS = (("store",), ("runs_dir",), ("init_adapter",), ("data", "train"), ("dat
           ("validation", "data"))  # fmt: skip
 
 
-def _anchor(tree: dict[str, Any], folder: Path) -> None:
+def anchor(tree: dict[str, Any], folder: Path) -> None:
     """Make paths of a file relative to that file's folder."""
     for *parents, leaf in _PATHS:
         node: Any = tree
@@ -338,11 +355,11 @@ def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
-    _anchor(tree, path.parent)
+    anchor(tree, path.parent)
     over: dict[str, Any] = {}
     for item in overrides or []:
         _override(over, item)
-    _anchor(over, Path())
+    anchor(over, Path())
     return build_run_config(_merge(tree, over), path)
 
 

@@ -50,3 +50,7 @@ class RunFailed(UserError):
     """A run that started properly but whose result must not be trusted (NaN loss, dead adapter)."""
 
     exit_code = 1
+
+
+class RankLost(RunFailed):
+    """Other ranks are gone or silent: all started again from the last checkpoint may well go on."""

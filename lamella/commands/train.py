@@ -10,7 +10,10 @@ import typer
 from lamella.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lamella.config import RunConfig
+    from lamella.launch.supervise import Mode
 
 
 def register(app: typer.Typer) -> None:
@@ -25,8 +28,14 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what an earlier run of this name left.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the steps; stop.")] = False,
 ) -> None:
-    """Train an adapter; a run that was interrupted goes on from its newest complete checkpoint."""
+    """Train an adapter; a run that was interrupted goes on from its newest complete checkpoint.
+
+    With several [[devices]], or device "cuda" and several GPUs, it starts one process for each.
+    """
     from lamella.config import load_run_config
+    from lamella.launch.local import local_ranks, start_ranks
+    from lamella.launch.rank import enter, is_restart
+    from lamella.ranks.place import started_by_launcher
 
     if resume and fresh:
         raise UserError("--resume and --fresh together", fix="give one of them")
@@ -34,9 +43,27 @@ def train(
     if dry_run:
         _show_plan(config)
         return
+    mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
+    if started_by_launcher():
+        enter(config)
+        if fresh and is_restart():
+            mode = "auto"
+    elif (count := local_ranks(config)) > 1:
+        _check_inputs(config)
+        start_ranks(config, count, [str(run), *(overrides or [])], mode)
+        return
     from lamella.train.loop import train_run
 
-    train_run(config, "resume" if resume else "fresh" if fresh else "auto")
+    train_run(config, mode)
+
+
+def _check_inputs(config: RunConfig) -> None:
+    """What can be found wrong without starting a rank."""
+    from lamella.store.reader import Store
+    from lamella.train.state import check_validation
+
+    check_validation(config.validation)
+    Store.open(config.store)
 
 
 def _show_plan(config: RunConfig, most: int = 10) -> None:
@@ -51,6 +78,8 @@ def _show_plan(config: RunConfig, most: int = 10) -> None:
     check_metric(config)
     rows = open_rows(config, load_tokenizer(config.store))
     out.print_json(config.model_dump_json())
+    if config.devices:
+        out.print(_devices(config))
     table = Table(show_edge=False, pad_edge=False)
     for title in ("step", "epoch", "rows", "tokens", "label tokens", "micro-batches", "learning rate"):
         table.add_column(title, justify="right")
@@ -67,3 +96,21 @@ def _show_plan(config: RunConfig, most: int = 10) -> None:
     if rows.steps > most:
         out.print(f"... {rows.steps - most} more")
     out.print(f"{rows.steps} steps, {tokens} tokens, {labels} label tokens")
+
+
+def _devices(config: RunConfig) -> Table:
+    from rich.table import Table
+
+    from lamella.ranks.place import place_of
+    from lamella.units import format_bytes
+
+    world = len(config.devices)
+    table = Table(show_edge=False, pad_edge=False)
+    for title in ("rank", "device", "threads", "budget", "slowdown"):
+        table.add_column(title, justify="right")
+    for rank in range(world):
+        place = place_of(config, rank, world, {})
+        budget = "none" if place.budget_bytes is None else format_bytes(place.budget_bytes)
+        slowdown = f"{place.slowdown:g}" if isinstance(place.slowdown, float) else str(place.slowdown)
+        table.add_row(str(rank), place.device, str(place.threads or "all"), budget, slowdown)
+    return table

@@ -25,6 +25,7 @@ from torch import Tensor
 from lamella.engine.gather import LayerGather
 from lamella.errors import UserError
 from lamella.store.reader import PackedGroup
+from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 T = TypeVar("T")
@@ -233,6 +234,14 @@ def plan_placement(
     return Placement(device, pinned, tuple(i for i in others if i not in pinned))
 
 
+def arrived_from_disk(read: Future[T], layer: int | None) -> T:
+    """What a reader's thread brings; a wait for it is recorded."""
+    if not read.done():
+        with RECORDER.span("wait_disk", f"layer {layer}"):
+            return read.result()
+    return read.result()
+
+
 class DeviceSlots:
     """The packed layer at work and the next one, on the device.
 
@@ -280,7 +289,7 @@ class DeviceSlots:
         slot = next(s for s in range(2) if self.holds[s] not in kept)
         before = self._arriving[slot]
         if before is not None:
-            before.result()  # a layer that was fetched and never taken: nobody may still write here
+            arrived_from_disk(before, self.holds[slot])  # fetched and never taken: nobody may still write here
         self.holds[slot] = layer
         after = self.read[slot]
         if together:
@@ -291,12 +300,13 @@ class DeviceSlots:
             self._arriving[slot] = self._reader.submit(self._from_disk, layer, slot, after)
         else:
             arrived: Future[tuple[PackedGroup, Any]] = Future()
-            arrived.set_result(self._copy(host, slot, after))
+            arrived.set_result(self._copy(layer, host, slot, after))
             self._arriving[slot] = arrived
 
-    def _copy(self, host: PackedGroup, slot: int, after: Any) -> tuple[PackedGroup, Any]:
+    def _copy(self, layer: int, host: PackedGroup, slot: int, after: Any) -> tuple[PackedGroup, Any]:
         target = self.slots[slot][: host.buffer.numel()]
-        mark = self.copier.copy(target, host.buffer, after)
+        with RECORDER.span("wait_host", f"layer {layer}", nbytes=host.buffer.numel(), lane="copy"):
+            mark = self.copier.copy(target, host.buffer, after)
         self.copied_bytes += host.buffer.numel()
         return PackedGroup(target, host.records, host.block_size), mark
 
@@ -310,7 +320,7 @@ class DeviceSlots:
     def _from_disk(self, layer: int, slot: int, after: Any) -> tuple[PackedGroup, Any]:
         assert self._load is not None
         turn = self._free_host_slot()
-        arrived = self._copy(self._load(layer, self._host_slots[turn]), slot, after)
+        arrived = self._copy(layer, self._load(layer, self._host_slots[turn]), slot, after)
         self._sent[turn] = arrived[1]
         return arrived
 
@@ -347,8 +357,9 @@ class DeviceSlots:
         """The layer's bytes on the device; arithmetic given from now on waits for its copy."""
         arriving = self._arriving[self.holds.index(layer)]
         assert arriving is not None
-        packed, mark = arriving.result()
-        self.copier.wait(mark)
+        packed, mark = arrived_from_disk(arriving, layer)
+        with RECORDER.span("wait_host", f"layer {layer}"):
+            self.copier.wait(mark)
         return packed
 
     def done(self, layer: int) -> None:

@@ -13,9 +13,12 @@ from transformers import PretrainedConfig
 from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
-from lamella.engine.gather import Peers
+from lamella.engine.gather import Peers as GatherPeers
 from lamella.engine.memory import MemoryPlan, predict
-from lamella.engine.walk import StepOutput, Walk
+from lamella.engine.pace import Pace
+from lamella.engine.stages import RankWork, whole_work
+from lamella.engine.step import StepOutput, evaluate
+from lamella.engine.walk import Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.hardware.allocator import is_tuned
@@ -85,6 +88,7 @@ class Engine:
         cls, store: Store, adapter: Adapter | None = None, *, dtype: str = "auto", device: str = "cpu",
         budget_bytes: int | None = None, recompute: str = "auto", threads: int | None = None, seed: int = 0,
         fused: bool = True, ranks_here: int = 1, sharers: int | None = None,
+        pace: float | Sequence[tuple[int, float]] = 1.0,
     ) -> Engine:  # fmt: skip
         """Build the model of a store.
 
@@ -103,6 +107,7 @@ class Engine:
                 part of that (bytes / sharers) in its budget; None: all.
             fused: let fused kernels stand in for the family's modules that they are proven to equal (on a CPU that has
                 the instructions).
+            pace: how many times as long computing is to take (see `Pace`).
 
         Raises:
             UserError: unknown device, family or dtype, a store that does not fit the model, too small a budget.
@@ -134,6 +139,7 @@ class Engine:
         keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
         engine = cls(store, skeleton, Walk(skeleton, weights, seed, boundary_bytes), keep_bytes=keep, recompute=recompute,
                      budget_bytes=budget_bytes)  # fmt: skip
+        engine.walk.pace = Pace(pace)
         if adapter is not None:
             engine.attach(adapter)
         return engine
@@ -178,7 +184,7 @@ class Engine:
             return None
         plan = predict(self.walk, lengths, positions, kept=self.recompute == "never", imports_bytes=0,
                        state_on_disk=self.adapter.pages is not None, tuned_heap=is_tuned())  # fmt: skip
-        sizes = [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        sizes = [self.store.group_bytes(i) for i in weights.layers]
         fixed = weights.residency.fixed_bytes
         self.plan = plan
         aside = plan.beyond_program_bytes - weights.residency.total_bytes
@@ -200,11 +206,21 @@ class Engine:
         """What this device multiplies in the compute dtype, measured once per process: utilisation is a share of it."""
         return matmul_rate(self.walk.weights.device, self.skeleton.dtype)
 
+    def assign(self, first: int, last: int, sharers: int | None = None) -> None:
+        """Hold layers [first, last) from now on (a stage of a pipeline); nothing to do when they are held already.
+
+        Args:
+            sharers: ranks of this host that hold these layers; None: as many as before.
+        """
+        weights = self.walk.weights
+        if weights.layers != range(first, last):
+            weights.assign(range(first, last), self.budget_bytes, sharers)
+
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
+        self, given: Sequence[PackedBatch] | RankWork, *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
         beside_base: bool = False,
     ) -> StepOutput:  # fmt: skip
-        """All micro-batches through all layers and back.
+        """All micro-batches through all layers and back; or this rank's part of that (`stages.RankWork`).
 
         The loss is the summed cross-entropy divided by `label_tokens` (the whole step's, over all devices).
         Gradients are added to the adapter parameters' `.grad`, fp32. With `beside_base` the first micro-batch's loss
@@ -213,28 +229,31 @@ class Engine:
         if self.skeleton.dtype == torch.float16:
             raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
                             fix="use bf16 or fp32")  # fmt: skip
-        if not batches:
-            self.pass_by()
-            if self.walk.adapter is not None:
-                for name, p in self.walk.adapter.parameters().items():
-                    self.walk.adapter.add_gradient(name, torch.zeros_like(p))
+        work = given if isinstance(given, RankWork) else whole_work(given, len(self.skeleton.layers))
+        weights = self.walk.weights
+        nothing = not isinstance(given, RankWork) and not given
+        if nothing and self.walk.adapter is not None:
+            for name, p in self.walk.adapter.parameters().items():
+                self.walk.adapter.add_gradient(name, torch.zeros_like(p))
+        if nothing and weights.gather is None:
             return StepOutput(0.0, 0, 0.0, [])
+        self.walk.pace.begin_step(step_index)
         again = self.walk.steps_recomputed
-        with self.walk.weights.together():
+        with weights.together():
             out = self.walk.step(
-                batches, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
+                work, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
                 beside_base=beside_base,
             )  # fmt: skip
-        layers = range(self._flops.first, len(self.skeleton.layers)) if self.walk.steps_recomputed > again else ()
-        return replace(out, flops=self._flops.step(batches, layers).total)
+        layers = range(work.first, work.last)
+        recomputed = range(max(self._flops.first, work.first), work.last) if self.walk.steps_recomputed > again else ()
+        batches = [task.batch for task in work.tasks if task.speaks]
+        return replace(out, flops=self._flops.step(batches, recomputed, layers).total)
 
-    def pass_by(self) -> None:
-        """What a rank without rows does in a step: where layers are read together with other ranks (`gather_with`), its part
-        of that; else nothing."""
-        if self.adapter is not None:
-            self.walk.weights.pass_by(self.adapter.first_layer)
+    def evaluate(self, work: RankWork) -> float:
+        """Summed cross-entropy over the label tokens of the micro-batches whose last stage is this rank's, forward only."""
+        return evaluate(self.walk, work)
 
-    def gather_with(self, peers: Peers) -> None:
+    def gather_with(self, peers: GatherPeers) -> None:
         """Read streamed layers together with these ranks from the next step on; all of them call it, after `fit`."""
         self.walk.weights.gather_with(peers)
 

@@ -42,6 +42,17 @@ class StepFlops:
 
 
 @dataclass(frozen=True)
+class LayerFlops:
+    """Of one layer in a step: by token and by visible pair, in all and of the forward pass; `window` of the pairs."""
+
+    token: float
+    token_forward: float
+    pair: float
+    pair_forward: float
+    window: int | None
+
+
+@dataclass(frozen=True)
 class _Weight:
     """One frozen matrix: multiply-adds per token, its LoRA's rank x inputs and rank x outputs per token, and whether
     its input needs a gradient."""
@@ -138,17 +149,38 @@ class FlopCounter:
             window = getattr(self.config, "sliding_window", None)
         return _Core(heads * (size + int(getattr(attention, "v_head_dim", size))), window, needs_input)
 
-    def step(self, batches: Sequence[PackedBatch], recomputed: Collection[int] = ()) -> StepFlops:
+    def layer(self, i: int, recompute: bool) -> LayerFlops:
+        """One layer's FLOPs by token and by visible pair, of a step."""
+        layer, trains = self._layers[i], i >= self.first
+        again = int(recompute and trains)
+        per_token = forward = pair = pair_forward = 0.0
+        for w in layer.weights:
+            lora = 2.0 * (w.lora_inputs + w.lora_outputs)
+            forward += 2.0 * w.macs + lora
+            per_token += 2.0 * w.macs * (1 + again + (trains and w.needs_input)) + (3 + again) * lora
+            per_token -= 0.0 if w.needs_input else 2.0 * w.lora_inputs
+        window: int | None = None
+        for core in layer.cores:
+            window = core.window
+            pair_forward += 2.0 * core.macs
+            pair += 2.0 * core.macs * (1 + again + 2 * (trains and core.needs_input))
+        return LayerFlops(per_token, forward, pair, pair_forward, window)
+
+    def step(
+        self, batches: Sequence[PackedBatch], recomputed: Collection[int] = (), layers: range | None = None
+    ) -> StepFlops:
         """FLOPs of forward and backward of these micro-batches.
 
         Args:
             recomputed: layers whose forward runs again in the backward walk.
+            layers: through these alone, and through the head when the last layer is one of them; None: all.
         """
+        layers = range(len(self._layers)) if layers is None else layers
         tokens = sum(b.tokens for b in batches)
         windows = {core.window for layer in self._layers for core in layer.cores}
         pairs = {window: sum(visible_pairs(b, window) for b in batches) for window in windows}
         out = StepFlops()
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers[layers.start : layers.stop], layers.start):
             trains, again = i >= self.first, int(i in recomputed)
             for w in layer.weights:
                 once = 2.0 * w.macs * tokens
@@ -161,7 +193,7 @@ class FlopCounter:
             for core in layer.cores:
                 out.attention += 2.0 * core.macs * pairs[core.window] * (
                     1 + again + 2 * (trains and core.needs_input))  # fmt: skip
-        positions = sum(int(b.score_tokens.numel()) for b in batches)
+        positions = sum(int(b.score_tokens.numel()) for b in batches) if layers.stop == len(self._layers) else 0
         passes = 2 if self.first < len(self._layers) else 1
         out.head = 2.0 * passes * positions * int(self.config.vocab_size) * int(self.config.hidden_size)
         return out

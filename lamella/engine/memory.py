@@ -253,7 +253,7 @@ def _kinds(walk: Walk, first: int) -> list[int]:
     """One layer of each kind (class, shapes, adapted weights), lowest last, as the step begins there."""
     assert walk.adapter is not None
     found: dict[tuple[Any, ...], int] = {}
-    for i in range(first, len(walk.skeleton.layers)):
+    for i in range(min(first, walk.weights.layers.stop - 1), walk.weights.layers.stop):
         layer = walk.skeleton.layers[i]
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         sites = tuple((s.path, s.parameter, s.rank) for s in walk.adapter.layer_sites(i))
@@ -279,18 +279,17 @@ def predict(
     """
     adapter, skeleton = walk.adapter, walk.skeleton
     assert adapter is not None, "no adapter attached"
-    first, layers = adapter.first_layer, len(skeleton.layers)
-    trained, size = layers - first, skeleton.dtype.itemsize
+    held_layers = walk.weights.layers
+    first, layers = max(adapter.first_layer, held_layers.start), held_layers.stop
+    trained, size = max(layers - first, 1), skeleton.dtype.itemsize
     tokens = [walk.padded_tokens(sum(x)) for x in lengths]
     largest = max(tokens)
     longest = max(max(x) for x in lengths)
     probes = [probe_layer(walk, i, longest, largest) for i in _kinds(walk, first)]
     uses = [probe.at(largest) for probe in probes]
     boundary = float(int(skeleton.config.hidden_size) * size)
-    per_layer = max(
-        sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in range(first, layers)
-    )
-    parameters = adapter.num_parameters()
+    per_layer = max(sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in held_layers)
+    parameters = sum(p.numel() for i in held_layers for s in adapter.layer_sites(i) for p in adapter.pair(s.key))
     in_memory = per_layer if state_on_disk else parameters
     rows, chunk = probe_head(walk, max(positions))
     copies = float(size * parameters) if kept else float(size * per_layer)

@@ -25,6 +25,9 @@ from lamella.adapter import Adapter, SiteSpec
 from lamella.engine.boundary import Boundaries, GradientSums
 from lamella.engine.device import CudaCopier
 from lamella.engine.head import vocabulary_head, vocabulary_loss
+from lamella.engine.pace import Pace
+from lamella.engine.stages import Peers, RankWork
+from lamella.engine.step import Routing, StepOutput, StepRun
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.kernels import rows
@@ -46,36 +49,7 @@ number of rows anyway.)"""
 
 
 @dataclass
-class StepOutput:
-    """What one optimizer step's walk found.
-
-    Attributes:
-        loss_sum: cross-entropy summed over the label tokens of these batches (nats).
-        label_tokens: how many label tokens these batches hold.
-        aux: router balancing loss of these batches' tokens, not multiplied by its coefficient; 0 for dense models.
-        peaks: largest |hidden state| after each layer; NaN or infinite where a layer's output was.
-        start: loss per label token of the first micro-batch without (`base`) and with the adapter (`adapter`), when it
-            was asked for.
-        flops: useful floating-point operations of these batches (see `engine.flops`).
-    """
-
-    loss_sum: float
-    label_tokens: int
-    aux: float
-    peaks: list[float]
-    start: dict[str, float] | None = None
-    flops: float = 0.0
-
-    def first_bad_layer(self) -> int | None:
-        """First layer whose output was not finite, or None."""
-        for i, peak in enumerate(self.peaks):
-            if not (peak < float("inf")):
-                return i
-        return None
-
-
-@dataclass
-class _Item:
+class Item:
     """A micro-batch on its way through the layers."""
 
     batch: PackedBatch
@@ -85,32 +59,6 @@ class _Item:
     row_keys_T: Tensor | None
     number: int = 0
     graphs: dict[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
-
-
-@dataclass
-class _Routing:
-    """Expert counts and probability sums over all MoE layers and tokens of the step."""
-
-    count_E: Tensor | None = None
-    probability_E: Tensor | None = None
-    rows: int = 0
-
-    def add(self, logits: Tensor, top_k: int) -> None:
-        probability = torch.softmax(logits.detach().float(), dim=-1)
-        chosen = probability.topk(top_k, dim=-1).indices
-        count = torch.zeros(probability.shape[-1], dtype=torch.float64, device=chosen.device)
-        count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
-        self.count_E = count if self.count_E is None else self.count_E + count
-        summed = probability.double().sum(0)
-        self.probability_E = summed if self.probability_E is None else self.probability_E + summed
-        self.rows += logits.shape[0]
-
-    def loss(self) -> float:
-        """Switch Transformers' balancing loss (Fedus et al. 2021, eq. 4-6) over all layers and tokens together."""
-        if self.count_E is None or self.probability_E is None:
-            return 0.0
-        experts = self.count_E.numel()
-        return float(experts * (self.count_E / self.rows) @ (self.probability_E / self.rows))
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -128,14 +76,6 @@ def _mixed(value: int) -> int:
     return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
 
 
-def _peak(x: Tensor) -> Tensor:
-    """Largest |value|, NaN where one is."""
-    if rows.takes(x):
-        return torch.tensor(rows.peak(x))
-    low, high = x.detach().aminmax()
-    return torch.maximum(-low, high).float()
-
-
 class Walk:
     """Drives a skeleton's layers with borrowed weights.
 
@@ -151,6 +91,8 @@ class Walk:
     ) -> None:
         self.skeleton, self.weights, self.seed = skeleton, weights, seed
         self.adapter: Adapter | None = None
+        self.peers: Peers | None = None
+        self.pace = Pace()
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
         self._sites: dict[int, list[SiteSpec]] = {}
         self.saved_bytes_per_token: float | None = None
@@ -212,7 +154,7 @@ class Walk:
                     hits[site.key.rpartition(".")[0]] = self._owner(site).__dict__["lamella_hits"].tolist()
         return hits
 
-    def _hang(self, layer: int, grad: bool) -> None:
+    def hang(self, layer: int, grad: bool) -> None:
         """Hang compute-dtype leaves of a layer's masters into its modules, unless they are there (of a kept graph)."""
         device = self.weights.device
         for site in self._sites.get(layer, ()):
@@ -231,7 +173,7 @@ class Walk:
             else:
                 owner.__dict__["lamella_lora"][site.parameter] = hung
 
-    def _unhang(self, layer: int) -> None:
+    def unhang(self, layer: int) -> None:
         for site in self._sites.get(layer, ()):
             if self.leaves.pop(site.key, None) is not None:
                 owner = self._owner(site)
@@ -240,14 +182,14 @@ class Walk:
                 else:
                     owner.__dict__["lamella_lora"].pop(site.parameter, None)
 
-    def _unhang_all(self) -> None:
+    def unhang_all(self) -> None:
         """Leaves of an earlier pass (one that failed half-way) must not serve the next: masters have moved on."""
         for layer in self._sites:
-            self._unhang(layer)
+            self.unhang(layer)
 
     # ---- one layer ------------------------------------------------------------------------------
 
-    def _enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> _Item:
+    def enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> Item:
         vocab_size = int(self.skeleton.config.vocab_size)
         if batch.tokens and int(batch.input_ids.max()) >= vocab_size:
             raise UserError(f"token id {int(batch.input_ids.max())} is beyond the model's vocabulary of {vocab_size}",
@@ -260,7 +202,7 @@ class Walk:
         keys = None
         if step_index is not None and self.adapter is not None and self.adapter.dropout > 0:
             keys = self._row_keys(batch, step_index)
-        return _Item(batch, AttentionLayout(batch, cache), hidden, calls, keys)
+        return Item(batch, AttentionLayout(batch, cache), hidden, calls, keys)
 
     def _row_keys(self, batch: PackedBatch, step_index: int) -> Tensor:
         row_S = torch.tensor(batch.row_ids, dtype=torch.int64, device=batch.input_ids.device)
@@ -268,7 +210,7 @@ class Walk:
         key = row_T * _mixed(0x9E3779B97F4A7C15) + batch.position_ids * _mixed(0xC2B2AE3D27D4EB4F)
         return key + _mixed((step_index + 1) * 0x165667B19E3779F9 + (self.seed + 1) * 0x27D4EB2F165667C5)
 
-    def _run(self, item: _Item, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run(self, item: Item, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """One layer on one micro-batch: output, and router logits where the layer has a router."""
         self._captured.clear()
         DropoutClock.row_keys_T = item.row_keys_T
@@ -283,20 +225,28 @@ class Walk:
             )
         return out, (self._captured[0].reshape(-1, self._captured[0].shape[-1]) if self._captured else None)
 
+    @staticmethod
+    def peak(x: Tensor) -> Tensor:
+        """Largest |value|, NaN where one is."""
+        if rows.takes(x):
+            return torch.tensor(rows.peak(x))
+        low, high = x.detach().aminmax()
+        return torch.maximum(-low, high).float()
+
     def forward(
         self, batches: Sequence[PackedBatch], cache: KVCache | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Last boundary of every batch, [T, H], without gradients."""
         with torch.no_grad():
-            self._unhang_all()
-            items = [self._enter(b, None, cache) for b in batches]
+            self.unhang_all()
+            items = [self.enter(b, None, cache) for b in batches]
             for i in range(len(self.skeleton.layers)):
                 self.weights.bind(i)
-                self._hang(i, grad=False)
+                self.hang(i, grad=False)
                 for item in items:
                     item.hidden, _ = self._run(item, i, item.hidden)
-                self._unhang(i)
+                self.unhang(i)
                 if on_layer is not None:
                     on_layer(i)
             return [item.hidden[0, : b.tokens] for item, b in zip(items, batches, strict=True)]
@@ -310,10 +260,10 @@ class Walk:
     def probe(self, batch: PackedBatch, layer: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
         """One layer on random hidden states of a batch, to be run under a ledger: output, and what has gradients."""
         assert self.adapter is not None
-        self._unhang_all()
+        self.unhang_all()
         self.weights.bind(layer)
-        self._hang(layer, grad=True)
-        item = self._enter(batch, 0)
+        self.hang(layer, grad=True)
+        item = self.enter(batch, 0)
         generator = torch.Generator(self.weights.device).manual_seed(0)
         noise = torch.randn(item.hidden.shape, generator=generator, device=self.weights.device)
         leaves = [leaf for s in self._sites.get(layer, []) for leaf in self.leaves[s.key]]
@@ -335,8 +285,8 @@ class Walk:
         batch = pack_rows([([0] * (positions + 1), [False] + [True] * positions)]).to(self.weights.device)
         hidden = torch.zeros(1, positions + 1, int(self.skeleton.config.hidden_size), dtype=self.skeleton.dtype,
                              device=self.weights.device)  # fmt: skip
-        item = _Item(batch, AttentionLayout(batch), hidden, [], None)
-        return lambda: self._loss_and_gradient(item, positions)[1]
+        item = Item(batch, AttentionLayout(batch), hidden, [], None)
+        return lambda: self.loss_and_gradient(item, positions)[1]
 
     def head_chunk_rows(self) -> int:
         """Most positions whose logits are alive at once in a step."""
@@ -373,8 +323,8 @@ class Walk:
             self.head_is_plain = self._head is not None
         return self._head
 
-    def _plain_loss_and_gradient(self, item: _Item, label_tokens: int, head: PlainHead) -> tuple[Tensor, Tensor]:
-        """As `_loss_and_gradient`; the gradient takes the place of the logits, and only one chunk of these is alive."""
+    def _plain_loss_and_gradient(self, item: Item, label_tokens: int, head: PlainHead) -> tuple[Tensor, Tensor]:
+        """As `loss_and_gradient`; the gradient takes the place of the logits, and only one chunk of these is alive."""
         batch, hidden_TH, weight_VH = item.batch, item.hidden[0], head.linear.weight.detach()
         norm, positions_N = head.norm, batch.score_positions
         chunks = self.head_chunks(positions_N.numel(), weight_VH.element_size(), HEAD_ROWS)
@@ -395,7 +345,7 @@ class Walk:
             grad_TH.index_add_(0, positions_N[a:b], dx_NH[: b - a])
         return total, grad_TH[None]
 
-    def _loss_and_gradient(self, item: _Item, label_tokens: int) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, item: Item, label_tokens: int) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H]."""
         if self.head_weight is not None:
             return vocabulary_loss(self.skeleton, self.head_weight, item.hidden[0], item.batch, label_tokens)
@@ -418,79 +368,33 @@ class Walk:
     # ---- a step ---------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, keep_bytes: int, aux_coef: float,
+        self, work: RankWork, *, step_index: int, label_tokens: int, keep_bytes: int, aux_coef: float,
         beside_base: bool = False,
     ) -> StepOutput:  # fmt: skip
         """Forward and backward of all micro-batches; adds into the adapter parameters' `.grad` (fp32).
 
         Args:
-            batches: the micro-batches of this step (of this device).
+            work: this device's part of the step.
             step_index: seeds dropout.
             label_tokens: label tokens of the whole step, over all devices; the loss is divided by it.
             keep_bytes: activations of all layers are kept when they take at most this; else recomputed.
             aux_coef: weight of the router balancing loss.
             beside_base: also run the first micro-batch through the bare base, for `StepOutput.start`.
         """
-        adapter = self.adapter
-        assert adapter is not None, "no adapter attached"
-        layers, first = len(self.skeleton.layers), adapter.first_layer
-        self._unhang_all()
-        self.boundaries.clear()
-        self.gradients.clear()
-        items = [self._enter(b, step_index) for b in batches]
-        for number, item in enumerate(items):
-            item.number = number
-        bare = self._enter(batches[0], None) if beside_base else None
-        keep = self._keeps(items, keep_bytes, layers - first)
-        routing = _Routing()
-        peaks = torch.zeros(layers, device=self.weights.device)
-        for i in range(layers):
-            self.weights.bind(i)
-            if bare is not None:
-                self._forward_one(bare, i, False, False)
-            self._hang(i, grad=True)
-            for item in items:
-                if keep is None and i == first:
-                    keep = self._measure_and_decide(item, i, items, keep_bytes, layers - first)
-                router = self._forward_one(item, i, i >= first, bool(keep))
-                if router is not None:
-                    routing.add(router, self.top_k)
-                peaks[i] = torch.maximum(peaks[i], _peak(item.hidden))
-            if not keep and i < layers - 1:
-                self._unhang(i)
-        self.steps_kept += bool(keep)
-        self.steps_recomputed += not keep
-        loss = torch.zeros((), dtype=torch.float64, device=self.weights.device)
-        gradients: list[Tensor] = []
-        start = None
-        for item in items:
-            total, gradient = self._loss_and_gradient(item, label_tokens)
-            if bare is not None and not gradients:
-                labels = max(int(bare.batch.score_tokens.numel()), 1)
-                start = {"base": float(self._loss_and_gradient(bare, label_tokens)[0]) / labels,
-                         "adapter": float(total) / labels}  # fmt: skip
-            loss += total
-            gradients.append(gradient)
-        for i in reversed(range(first, layers)):
-            self.weights.bind(i)
-            self._hang(i, grad=True)
-            for m, item in enumerate(items):
-                gradients[m] = self._backward_one(item, i, gradients[m], routing, aux_coef, i > first)
-            self.gradients.layer_done()
-            self._unhang(i)
-        self.gradients.step_done(adapter)
-        count = sum(int(b.score_tokens.numel()) for b in batches)
-        return StepOutput(float(loss), count, routing.loss(), peaks.tolist(), start)
+        run = StepRun(self, work, self.peers, step_index=step_index, label_tokens=label_tokens, keep_bytes=keep_bytes,
+                      aux_coef=aux_coef, beside_base=beside_base)  # fmt: skip
+        return run.run()
 
-    def _keeps(self, items: list[_Item], keep_bytes: int, layers: int) -> bool | None:
+    def keeps(self, tokens: Sequence[int], keep_bytes: int, layers: int) -> bool | None:
+        """Whether activations of these micro-batches in so many layers may be kept; None: not measured yet."""
         if keep_bytes <= 0:
             return False
         if self.saved_bytes_per_token is None:
             return None
-        return self.saved_bytes_per_token * sum(i.batch.tokens for i in items) * layers <= keep_bytes
+        return self.saved_bytes_per_token * sum(tokens) * layers <= keep_bytes
 
-    def _measure_and_decide(self, item: _Item, layer: int, items: list[_Item], keep_bytes: int, layers: int) -> bool:
-        """Run one layer once to see how many bytes autograd keeps per token, then decide for the step."""
+    def measure_saved(self, item: Item, layer: int) -> None:
+        """Run one layer once to see how many bytes autograd keeps per token."""
         seen: dict[int, int] = {}
         module, call = self.skeleton.layers[layer], item.calls[layer]
         shared = [*module.parameters(), *module.buffers(), *_tensors(call.args), *_tensors(call.kwargs)]
@@ -506,9 +410,8 @@ class Walk:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             self._run(item, layer, hidden)
         self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
-        return bool(self._keeps(items, keep_bytes, layers))
 
-    def _forward_one(self, item: _Item, i: int, trains: bool, keep: bool) -> Tensor | None:
+    def forward_one(self, item: Item, i: int, trains: bool, keep: bool) -> Tensor | None:
         if not trains:
             with torch.no_grad():
                 item.hidden, router = self._run(item, i, item.hidden)
@@ -524,8 +427,8 @@ class Walk:
                 item.hidden, router = self._run(item, i, item.hidden)
         return router
 
-    def _backward_one(
-        self, item: _Item, i: int, grad_out: Tensor, routing: _Routing, aux_coef: float, needs_input: bool
+    def backward_one(
+        self, item: Item, i: int, grad_out: Tensor, routing: Routing, aux_coef: float, needs_input: bool
     ) -> Tensor:
         """Gradient at the layer's input; adapter gradients are added to the masters."""
         assert self.adapter is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from lamella.engine.device import (
     HostArena,
     PageLock,
     Registrar,
+    arrived_from_disk,
     can_lock,
     default_budget,
     plan_placement,
@@ -48,10 +49,12 @@ from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly
+from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 T = TypeVar("T")
 
+SHARED = "shared map"
 ALIGN_BYTES = 64
 _PIECE_NUMEL = 8 << 20
 """Values converted at once."""
@@ -93,10 +96,13 @@ class Residency:
         return self.fixed_bytes + self.packed_bytes + self.slot_bytes
 
 
-def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, sharers: int = 1) -> Residency:
+def plan_residency(
+    group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, first: int = 0, sharers: int = 1
+) -> Residency:
     """Keep as many packed layers as fit the budget, lowest first; the rest is streamed through two slots.
 
     Args:
+        group_bytes: of the layers from `first` on.
         sharers: ranks of this host that read one copy of the layers that stay: each counts its part of it. (With unlike
             budgets some layers are held by fewer ranks, which then hold more than they count. These are clean pages of
             files: the kernel takes them back when memory is short.)
@@ -108,7 +114,7 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
     everything = fixed_bytes + sum(parts)
     layers = len(group_bytes)
     if budget_bytes is None or everything <= budget_bytes:
-        return Residency(tuple(range(layers)), (), fixed_bytes, sum(parts), 0)
+        return Residency(tuple(range(first, first + layers)), (), fixed_bytes, sum(parts), 0)
     slots = 2 * max(group_bytes)
     if fixed_bytes + slots > budget_bytes:
         raise UserError(
@@ -122,9 +128,10 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
         if size > left:
             break
         left -= size
-        resident.append(i)
-    kept = sum(parts[i] for i in resident)
-    return Residency(tuple(resident), tuple(range(len(resident), layers)), fixed_bytes, kept, slots)
+        resident.append(first + i)
+    kept = sum(parts[: len(resident)])
+    streamed = tuple(range(first + len(resident), first + layers))
+    return Residency(tuple(resident), streamed, fixed_bytes, kept, slots)
 
 
 class LayerWeights:
@@ -192,9 +199,12 @@ class LayerWeights:
         self._registrar = CudaRegistrar() if registrar is None and cuda else registrar
         self.ranks_here = ranks_here
         self.sharers, self.base = self._sharing(ranks_here if sharers is None else sharers)
+        self._maps = self.base == SHARED
         self.mapped_table_bytes = self._table_bytes()
         fixed = self._buffer.nbytes + self._kept_bytes()
         self.copier = CudaCopier(device) if copier is None and cuda else copier
+        self.layers = range(layers)
+        self._host_bytes = host_bytes
         self.residency = self._plan(fixed, budget_bytes, host_bytes)
         self._streamed = frozenset(self.residency.streamed)
         self._packed: dict[int, PackedGroup] = {}
@@ -220,23 +230,21 @@ class LayerWeights:
             code = can_lock(self.store.share(0)[1].bytes, self._registrar)
             if code != 0:
                 return 1, f"private: a mapped file cannot be page-locked here (CUDA error {code})"
-        return sharers, "shared map"
-
-    def _sizes(self) -> list[int]:
-        return [self.store.group_bytes(i) for i in range(len(self.skeleton.layers))]
+        return sharers, SHARED
 
     def _plan(self, fixed: int, budget_bytes: int | None, host_bytes: int | None) -> Residency:
-        sizes = self._sizes()
+        first, sizes = self.layers.start, [self.store.group_bytes(i) for i in self.layers]
         if self.copier is None:
-            return plan_residency(sizes, fixed, budget_bytes, self.sharers)
+            return plan_residency(sizes, fixed, budget_bytes, first, self.sharers)
         if host_bytes is None:
             host_bytes = int(memory_limit_bytes() * HOST_SHARE * self.sharers / self.ranks_here)
         if budget_bytes is None and self.device.type == "cuda":
             budget_bytes = default_budget(self.device) + self._buffer.nbytes
         placed = plan_placement(sizes, fixed, budget_bytes, host_bytes)
-        streamed = tuple(i for i in range(len(sizes)) if i not in placed.device)
+        resident, pinned = (tuple(first + i for i in group) for group in (placed.device, placed.pinned))
+        streamed = tuple(i for i in self.layers if i not in resident)
         kept = sum(sizes[i] for i in placed.device)
-        return Residency(placed.device, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, placed.pinned)
+        return Residency(resident, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, pinned)
 
     # ---- sizes ----------------------------------------------------------------------------------
 
@@ -323,21 +331,21 @@ class LayerWeights:
     def _hold_layers(self) -> None:
         """Bring the layers that stay on the device there, and those that stay in host memory into their arenas."""
         for i in self.residency.resident:
-            if self.sharers > 1:
+            if self._maps:
                 packed = self._mapped_layer(i)
             else:
-                packed = self.store.load(i, HostArena(self.store.group_bytes(i), pin=False).bytes)
+                packed = self._read(i, HostArena(self.store.group_bytes(i), pin=False).bytes)
             on_device = packed.buffer.to(self.device, copy=True)
             self._packed[i] = PackedGroup(on_device, packed.records, packed.block_size)
         self._shared.clear()  # what lies on the device needs its file no more
         for i in self.residency.pinned:
-            if self.sharers > 1:
+            if self._maps:
                 self._pinned[i] = self._mapped_layer(i)
                 if self._registrar is not None:
                     self._arenas.append(PageLock(self._pinned[i].buffer, self._registrar, read_only=True))
             else:
                 host = self._arena(self.store.group_bytes(i))
-                self._pinned[i] = self.store.load(i, host.bytes)
+                self._pinned[i] = self._read(i, host.bytes)
                 self._arenas.append(host)
 
     def _arena(self, n: int) -> HostArena:
@@ -381,26 +389,45 @@ class LayerWeights:
             found.append(module.__dict__["lamella_packed"])
         return found
 
+    def assign(self, layers: range, budget_bytes: int | None, sharers: int | None = None) -> None:
+        """Between passes: from now on hold these layers alone, as the budget has room; read together with nobody until
+        `gather_with` is called again.
+
+        Args:
+            sharers: ranks of this host that hold these layers; None: as many as before.
+        """
+        self.gather = None
+        self.layers = layers
+        if sharers is not None and self._maps:
+            self.sharers = max(sharers, 1)
+        self._place(self._plan(self.residency.fixed_bytes, budget_bytes, self._host_bytes))
+
+    def _place(self, residency: Residency) -> None:
+        """Between passes: hold these layers and stream the others."""
+        self._stop_slots()
+        self.residency = residency
+        self._streamed = frozenset(residency.streamed)
+        held = frozenset(residency.resident) if self.copier is None else frozenset[int]()
+        self._packed = {i: packed for i, packed in self._packed.items() if i in held}
+        self._shared = {i: shared for i, shared in self._shared.items() if i in held}
+        self._pinned.clear()
+        self._arenas.clear()
+        self._start_slots()
+
     def limit(self, budget_bytes: int) -> None:
         """Between passes on a CPU: hold as many packed layers as this budget has room for, and stream the others."""
         assert self.copier is None, "layers are placed on the device when it is opened"
-        assert self.gather is None, "ranks have agreed on what is streamed"
-        self._place(plan_residency(self._sizes(), self.residency.fixed_bytes, budget_bytes, self.sharers))
+        self.assign(self.layers, budget_bytes)
 
-    def _place(self, residency: Residency) -> None:
-        """Between passes: go over to holding these layers, of those held now, and stream the others."""
+    def _stop_slots(self) -> None:
+        """Wait for what is being read, and let go of the layer at work."""
+        if self._on_device is not None:
+            self._on_device.close()
+            self._on_device = None
         for future in (*self._first.values(), *self._loading.values()):
             future.result()
         self._reader.shutdown()
-        if self._on_device is not None:
-            self._on_device.close()
         self._let_go()
-        self.residency = residency
-        self._streamed = frozenset(residency.streamed)
-        self._packed = {i: packed for i, packed in self._packed.items() if i not in self._streamed}
-        gone = self._streamed - {*residency.pinned}
-        self._shared = {i: shared for i, shared in self._shared.items() if i not in gone}
-        self._start_slots()
 
     def _let_go(self) -> None:
         """No layer is at work."""
@@ -413,18 +440,18 @@ class LayerWeights:
     def gather_with(self, peers: Peers) -> None:
         """Read streamed layers together with other ranks within `together`: each reads its part and gets the rest.
 
-        All ranks call it, between passes, after `limit`. What one of them streams all stream from now on.
+        All ranks of the group hold the same range of layers and call it, between passes, after `assign` and `limit`. What
+        one of them streams all stream from now on.
         """
         gather = LayerGather(self.store, peers)
         old = self.residency
         streamed = gather.union(old.streamed)
         if not streamed:
             return
-        sizes = self._sizes()
         resident = tuple(i for i in old.resident if i not in streamed)
         sharers = self.sharers if self.copier is None else 1
-        kept = sum(-(-sizes[i] // sharers) for i in resident)
-        slots = 2 * gather.padded_bytes(max(sizes[i] for i in streamed))
+        kept = sum(-(-self.store.group_bytes(i) // sharers) for i in resident)
+        slots = 2 * gather.padded_bytes(max(self.store.group_bytes(i) for i in streamed))
         self.gather = gather
         self._place(Residency(resident, streamed, old.fixed_bytes, kept, slots, old.pinned))
 
@@ -471,16 +498,12 @@ class LayerWeights:
         self._loading.clear()
         self._slot_of.clear()
 
-    def pass_by(self, first: int) -> None:
-        """The walk of a step by a rank without rows: brings layers as the others do, for their sake, and computes nothing.
-
-        Args:
-            first: lowest layer with an adapter, where the way back ends.
-        """
-        if self.gather is not None:
-            with self.together():
-                for i in (*range(len(self._fills)), *reversed(range(first, len(self._fills)))):
-                    self.bind(i, fill=False)
+    def pass_by(self, layers: Iterable[int]) -> None:
+        """The walk of a rank without rows through these layers: brings what the others bring, for their sake, and computes
+        nothing. Nothing to do where layers are not read together."""
+        if self._together:
+            for i in layers:
+                self.bind(i, fill=False)
 
     # ---- at work --------------------------------------------------------------------------------
 
@@ -490,14 +513,13 @@ class LayerWeights:
         self._first: dict[int, Future[PackedGroup]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read")
         if self.copier is not None:
-            if not self._packed and not self._pinned:
-                self._hold_layers()
+            self._hold_layers()
             if self.residency.streamed:
                 size = self._slot_bytes()
                 on_disk = len(self.residency.streamed) > len(self.residency.pinned)
                 self._host_slots = [self._arena(size) for _ in range(2)] if on_disk else []
                 slots = [arena.bytes for arena in self._host_slots]
-                self._on_device = DeviceSlots(self.device, size, self.copier, self.store.load, slots, self.gather)
+                self._on_device = DeviceSlots(self.device, size, self.copier, self._read, slots, self.gather)
         elif self.residency.streamed:
             self._slots = [aligned_bytes(self._slot_bytes()) for _ in range(2)]
         self._slot_of: dict[int, int] = {}
@@ -519,13 +541,17 @@ class LayerWeights:
             del self._slot_of[other]
             self._loading.pop(other)
         self._slot_of[i] = slot
-        load = self.gather.load if self.gather is not None and self._together else self.store.load
+        load = self.gather.load if self.gather is not None and self._together else self._read
         self._loading[i] = self._reader.submit(load, i, self._slots[slot])
 
     def _load_for_good(self, i: int) -> PackedGroup:
-        if self.sharers > 1:
+        if self._maps:
             return self._mapped_layer(i)
-        return self.store.load(i, aligned_bytes(self.store.group_bytes(i)))
+        return self._read(i, aligned_bytes(self.store.group_bytes(i)))
+
+    def _read(self, i: int, into: Tensor) -> PackedGroup:
+        with RECORDER.span("load", f"layer {i}", nbytes=self.store.group_bytes(i), lane="read"):
+            return self.store.load(i, into)
 
     def packed(self, i: int) -> PackedGroup:
         """Layer i's bytes, read now if they are not here; the next layer of the walk is read ahead."""
@@ -533,9 +559,10 @@ class LayerWeights:
             return self._packed[i]
         self._request(i, self.bound)
         if i in self._first:
-            self._packed[i] = self._first.pop(i).result()
+            with RECORDER.span("load", f"layer {i}"):
+                self._packed[i] = self._first.pop(i).result()
             return self._packed[i]
-        return self._loading[i].result()
+        return arrived_from_disk(self._loading[i], i)
 
     def bind(self, i: int, fill: bool = True) -> None:
         """Bring layer i's weights into its modules; nothing to do when it is the one at work. Without `fill` only its bytes
@@ -560,13 +587,14 @@ class LayerWeights:
         step = 1 if before is None or before < i else -1
         if self._on_device is not None:
             self._fetch_ahead(i, step if turned else 0)
-        elif turned and 0 <= i + step < len(self._fills):
+        elif turned and i + step in self.layers:
             self._request(i + step, i if i in self._slot_of else None)
 
     def _fill(self, i: int, packed: PackedGroup) -> None:
         """Dequantise layer i into the place its modules look at."""
-        for fill in self._fills[i]:
-            packed.dequantize_many(fill.names, fill.out)
+        with RECORDER.span("dequantise", f"layer {i}"):
+            for fill in self._fills[i]:
+                packed.dequantize_many(fill.names, fill.out)
         for other in self._experts[self._filled] if self._filled is not None else ():
             other.group = None
         for experts in self._experts[i]:
@@ -591,7 +619,8 @@ class LayerWeights:
             self._on_device.done(i)
         if step == 0:
             return
-        coming = [n for n in range(i + step, len(self._fills) if step > 0 else -1, step) if n not in self._packed]
+        end = self.layers.stop if step > 0 else self.layers.start - 1
+        coming = [n for n in range(i + step, end, step) if n not in self._packed]
         coming = coming[: 1 if here else 2]
         for n in coming:
             self._on_device.fetch(n, self._pinned.get(n), (i, *coming), self._together)

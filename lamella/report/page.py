@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from lamella.errors import UserError
 from lamella.files import write_text
 from lamella.report.charts import Tick, line_chart, running_mean
+from lamella.trace import summary as devices
 from lamella.units import format_bytes, format_count, format_seconds
 
 MEAN = "average"
@@ -83,7 +84,10 @@ def render(run_dir: Path) -> str:
         loss=loss,
         charts=charts,
         training_note=_training_note(metrics),
-        receipt=parts_of({k: v for k, v in receipt.items() if k != "config" or not config}) if receipt else [],
+        devices=_devices(metrics, receipt),
+        receipt=parts_of({k: v for k, v in receipt.items() if k != "devices" and (k != "config" or not config)})
+        if receipt
+        else [],
         receipt_json=json.dumps(receipt, indent=2, ensure_ascii=False),
         config=parts_of(config) if config else [],
         missing=[name for name, value in have.items() if not value],
@@ -164,6 +168,16 @@ def _training_note(metrics: list[dict[str, Any]]) -> str:
         f"{len(metrics)} steps, {format_count(tokens)} tokens, {format_count(labels)} of them labels, "
         f"{format_seconds(seconds)}. The horizontal axis is the step."
     )
+
+
+def _devices(metrics: list[dict[str, Any]], receipt: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What each device did; from the receipt, which knows their names, or, while the run goes on, from the steps."""
+    found = (receipt or {}).get("devices") or devices.summarise(metrics)
+    if not isinstance(found, dict):
+        return None
+    words = [f"Bottleneck: {found['bottleneck']}.", *(f"{text[:1].upper()}{text[1:]}." for text in found["findings"])]
+    table = Table(devices.rows_of(found), list(devices.HEAD), frozenset({1, 2, 3, 5, 6}))
+    return {"table": table, "note": " ".join(words), "links": devices.links_of(found)}
 
 
 def _subtitle(config: dict[str, Any] | None, metrics: list[dict[str, Any]]) -> str:

@@ -39,6 +39,7 @@ def refuse_differences(rows: list[dict[str, Any]]) -> None:
 
 def asked_of_engine(config: RunConfig) -> dict[str, Any]:
     """What the config asks of the engine, in the words of `engine.facts()`."""
+    config = config.for_rank(0)  # the receipt is rank 0's
     budget = config.memory.budget
     return {
         "dtype": config.compute.dtype,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from lamella.adapter.peft_format import load_adapter, load_values
 from lamella.checkpoint.facts import num_routed_experts
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.data.batching import StepPlanner, share_rows
+from lamella.data.batching import StepPlanner
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
@@ -31,11 +31,14 @@ from lamella.engine.memory import shape_of
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
+from lamella.plan.split import Split
 from lamella.ranks.group import Ranks
+from lamella.ranks.place import place_of
 from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
+from lamella.train.spread import SplitRows
 from lamella.train.state import check_validation
 from lamella.units import format_bytes, parse_bytes
 
@@ -303,61 +306,76 @@ class LossValidation:
     """Mean loss per label token, and its exponential, over held-out rows; ranks share the rows (`parts.Validator`)."""
 
     engine: Engine
-    dataset: EncodedDataset
-    micro_batch_tokens: int
+    rows: Rows
     ranks: Ranks
+    spread: Spreads
     names: tuple[str, ...] = MEASURED
 
     def measure(self) -> dict[str, float]:
-        lengths = [row.tokens for row in self.dataset.rows]
-        mine = share_rows(lengths, [1.0] * self.ranks.world)[self.ranks.rank]
-        batches = self.dataset.batches(self.micro_batch_tokens, mine) if mine else []
-        local = sum(float(sums.sum()) for sums in self.engine.loss_sums(batches)) if batches else 0.0
+        numbers = range(len(self.rows.dataset.rows))
+        if self.spread.now is not None:
+            work = self.spread.now.part_of(numbers, self.rows)
+            local = self.engine.evaluate(work) if work is not None else 0.0
+        else:
+            local = sum(float(sums.sum()) for sums in self.engine.loss_sums(self.rows.pack(numbers)))
         (loss_sum,) = self.ranks.sum_numbers([local])
-        loss = loss_sum / sum(row.label_tokens for row in self.dataset.rows)
+        loss = loss_sum / sum(row.label_tokens for row in self.rows.dataset.rows)
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
+class Spreads:
+    """Makes the split of a run once its checkpoint is known, and holds it for validation."""
+
+    def __init__(self, make: Callable[[dict[str, Any] | None], SplitRows]) -> None:
+        self._make = make
+        self.now: SplitRows | None = None
+
+    def __call__(self, state: dict[str, Any] | None) -> SplitRows:
+        self.now = self._make(state)
+        return self.now
+
+
 def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
-    threads = config.compute.threads
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)) if ranks.world > 1 else 1
-    if threads is None and ranks.world > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // local)
+    place = place_of(config, ranks.rank, ranks.world)
     return Engine.open(
-        store, dtype=config.compute.dtype, device=config.compute.device,
-        budget_bytes=None if config.memory.budget is None else parse_bytes(config.memory.budget),
-        recompute=config.memory.recompute, threads=threads, seed=config.train.seed, ranks_here=local,
+        store, dtype=config.compute.dtype, device=place.device, budget_bytes=place.budget_bytes,
+        recompute=config.memory.recompute, threads=place.threads, seed=config.train.seed,
+        pace=place.slowdown, ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)) if ranks.world > 1 else 1,
     )  # fmt: skip
 
 
-def gather_layers(config: RunConfig, engine: Engine, ranks: Ranks, fast_peers: bool = False) -> None:
-    """Where `split.gather` says so, or peers are faster than the host, read streamed layers together. All ranks call it.
+def gather_layers(config: RunConfig, engine: Engine, ranks: Ranks, split: Split, fast_peers: bool = False) -> None:
+    """Where `split.gather` says so, or peers are faster than the host, the ranks of a stage that share its rows read its
+    streamed layers together. All ranks call it.
 
     Args:
         fast_peers: links between these ranks' devices are faster than those to their hosts.
     """
     wanted = config.split.gather == "always" or (config.split.gather == "auto" and fast_peers)
-    if wanted and ranks.world > 1:
-        peers = GroupPeers.open([range(ranks.world)], engine.walk.weights.device, ranks.timeout_s)
-        assert peers is not None
-        engine.gather_with(peers)
+    groups = [stage.ranks for stage in split.stages if len(stage.ranks) > 1 and stage.way == "tokens"]
+    if wanted and groups:
+        peers = GroupPeers.open(groups, engine.walk.weights.device, ranks.patience_s)
+        if peers is not None:
+            engine.gather_with(peers)
 
 
-def fit_budget(engine: Engine, rows: Rows, ranks: Ranks, most: int = 2000) -> None:
-    """Make the largest step (of the first `most`) fit `memory.budget`, or refuse now.
+def fit_budget(
+    engine: Engine, rows: Rows, take: Callable[[Sequence[int]], list[PackedBatch]], most: int = 2000
+) -> None:
+    """Make the largest step (of the first `most`) fit the budget, or refuse now.
+
+    Args:
+        take: this rank's micro-batches of a step's rows.
 
     Raises:
         UserError: it does not fit; names what it takes.
     """
-
-    def mine(k: int) -> list[int]:
-        step = rows.rows_of(k).rows
-        share = share_rows([rows.tokens(row) for row in step], [1.0] * ranks.world)[ranks.rank]
-        return [step[position] for position in share]
-
-    if engine.budget_bytes is not None:
-        largest = max((mine(k) for k in range(min(rows.steps, most))), key=lambda step: sum(map(rows.tokens, step)))
-        engine.fit(*shape_of(rows.pack(largest)))
+    if engine.budget_bytes is None:
+        return
+    steps = (rows.rows_of(k).rows for k in range(min(rows.steps, most)))
+    largest = take(max(steps, key=lambda step: sum(map(rows.tokens, step))))
+    if largest:
+        engine.fit(*shape_of(largest))
 
 
 def _quantised(engine: Engine) -> frozenset[str]:
@@ -436,13 +454,23 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
     held_out = _encode(config, tokenizer, config.validation.data) if config.validation.data else None
     engine = _open_engine(config, store, ranks)
     adapter = _open_adapter(config, engine.skeleton, ranks)
+    engine.attach(adapter)
+    sites = list(adapter.sites.values())
+    layers = {f"{site.key}.lora_{x}": site.layer for site in sites for x in "AB"}
+
+    def divide(state: dict[str, Any] | None) -> SplitRows:
+        spread = SplitRows(config, ranks, engine, rows, layers, state)
+        fit_budget(engine, rows, spread.batches)
+        gather_layers(config, engine, ranks, spread.split)
+        return spread
+
+    spreads = Spreads(divide)
+    if ranks.world == 1:
+        fit_budget(engine, rows, rows.pack)
     validation = None
     if held_out is not None:
-        validation = LossValidation(engine, held_out, config.train.micro_batch_tokens, ranks)
-    engine.attach(adapter)
-    fit_budget(engine, rows, ranks)
-    gather_layers(config, engine, ranks)
-    sites = list(adapter.sites.values())
+        micro = config.train.micro_batch_tokens
+        validation = LossValidation(engine, Rows(held_out, rows.planner, 0, micro), ranks, spreads)
     classes = {f"{site.key}.lora_{x}": site.weight_class for site in sites for x in "AB"}
     facts = {
         "base_fingerprint": store.manifest.source_fingerprint,
@@ -464,4 +492,5 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         fresh=config.init_adapter is None,
         aux_coef=aux_coef,
         pages=adapter.pages,
+        spread=spreads if ranks.world > 1 else None,
     )

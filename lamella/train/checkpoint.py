@@ -33,6 +33,7 @@ from torch import Tensor
 from lamella.adapter.tensors_file import TensorsFile, write_tensors
 from lamella.errors import UserError
 from lamella.files import file_checksum, free_bytes, fsync_path, is_disk_full, write_json
+from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 _NAME = re.compile(r"step-(\d+)")
@@ -142,7 +143,10 @@ class Checkpoints:
         temp = final.with_name(final.name + ".partial")
 
         def work() -> None:
-            with self._cleaning(temp, need_bytes):
+            with (
+                self._cleaning(temp, need_bytes),
+                RECORDER.span("save", f"step {step}", nbytes=need_bytes, lane="save"),
+            ):
                 if temp.exists():
                     shutil.rmtree(temp)
                 temp.mkdir(parents=True)
@@ -168,7 +172,8 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            with RECORDER.span("save", "the one under way"):
+                pending.result()
 
     def close(self) -> None:
         """End the thread, after what it is at."""

@@ -5,6 +5,7 @@ runs/<name>/config.json                   the resolved configuration
             validation.jsonl              one line per measurement
             checkpoints/                  see `checkpoint.py`
             adapter_model.safetensors, adapter_config.json, generation_config.json, ...     when the run ends
+            trace.json                    what each device did in the last steps
             receipt.json                  how it ended
 """
 
@@ -23,13 +24,14 @@ from lamella.console import notice
 from lamella.errors import UserError
 from lamella.files import write_json, write_text
 from lamella.train.checkpoint import Checkpoints, load_state
+from lamella.train.tracing import TRACE
 
 Mode = Literal["auto", "resume", "fresh"]
 
 RESULT = ("adapter_model.safetensors", "adapter_config.json", "lamella_adapter.json", "chat_template.jinja",
           "generation_config.json")  # fmt: skip
 """The adapter's files: in the folder itself only while the run is `ok`."""
-OURS = ("config.json", "metrics.jsonl", "validation.jsonl", "receipt.json", "checkpoints", *RESULT)
+OURS = ("config.json", "metrics.jsonl", "validation.jsonl", "receipt.json", TRACE, "checkpoints", *RESULT)
 RESULT_PARTIAL = ".adapter.partial"
 
 _WRITTEN_BY_US = {  # keys by which a file of ours is known
@@ -40,7 +42,10 @@ _WRITTEN_BY_US = {  # keys by which a file of ours is known
 FREE_KEYS = (
     "name", "runs_dir", "store", "init_adapter", "data.train", "data.chat_template", "validation.data",  # places
     "train.steps", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "train.max_bad_steps",
+    "trace.steps",
     "memory.budget", "memory.recompute", "memory.state", "train.micro_batch_tokens", "compute.threads",  # rounding at most
+    "devices", "split.kind", "split.stages", "split.layers", "split.shares", "split.groups", "split.rebalance",
+    "split.gather", "trace.steps",
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
 
@@ -122,6 +127,7 @@ class RunFolder:
         self.validations = JsonLines(self.path / "validation.jsonl")
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
         self.receipt_path = self.path / "receipt.json"
+        self.trace_path = self.path / TRACE
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
@@ -196,6 +202,7 @@ class RunFolder:
         """Leave the folder ready for the first step: without an earlier run's files, or without what came later."""
         self.receipt_path.unlink(missing_ok=True)  # first: from here on the folder is no finished run
         self.drop_result()
+        self.trace_path.unlink(missing_ok=True)
         if beginning.checkpoint is None:
             self.checkpoints.clear()
             self.metrics.path.unlink(missing_ok=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,15 +24,20 @@ import xxhash
 from lamella.adapter.lora import is_finite, is_zero
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.data.batching import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
-from lamella.ranks.group import Ranks
+from lamella.ranks.group import Ranks, reason_of
+from lamella.ranks.preflight import preflight
+from lamella.trace.recorder import RECORDER
+from lamella.trace.summary import DeviceFacts, summarise
 from lamella.train import receipt as receipts
+from lamella.train import tracing
 from lamella.train.checkpoint import load_optimizer, load_state
 from lamella.train.folder import Beginning, Mode, RunFolder, report_beginning
 from lamella.train.optimizer import Optimizer
-from lamella.train.parts import Parts, StepRows, TrainResult
+from lamella.train.parts import Parts, Spread, StepRows, TrainResult
+from lamella.train.shards import Shards
+from lamella.train.spread import EvenRows
 from lamella.train.state import (
     Best,
     RunState,
@@ -63,8 +69,14 @@ class Run:
     matmul_flops_per_s: float
     """Of all ranks together; utilisation is a share of it."""
     started_s: float
+    spread: Spread
+    shards: Shards
+    device_facts: list[DeviceFacts]
     stop: bool = False
     saving: bool = False
+    traced: bool = False
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    """What each rank did since the step before, as `metrics.jsonl` has it."""
 
     @property
     def total_steps(self) -> int:
@@ -99,6 +111,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
     ranks = Ranks.join()
     folder = RunFolder(config)
     try:
+        preflight(ranks)
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
         try:
@@ -109,7 +122,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
             parts.engine.close()
     finally:
         folder.close()
-        ranks.leave()
+        ranks.leave(sys.exception())
 
 
 def _begin(folder: RunFolder, mode: Mode) -> Beginning:
@@ -153,17 +166,27 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
             )
         parts.adapter.load_state(beginning.checkpoint)
         optimizer.load_state_tensors(load_optimizer(beginning.checkpoint))
-    memory = parts.base.in_memory()
     (rate,) = ranks.sum_numbers([parts.engine.matmul_rate().best])
-    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter())
+    spread = EvenRows(ranks, parts.data) if parts.spread is None else parts.spread(state.split)
+    state.split = spread.state()
+    memory = parts.base.in_memory()
+    facts = tracing.begin(ranks, config.trace.steps, parts.engine.facts())
+    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter(),
+               spread, Shards(ranks, spread, optimizer), facts)  # fmt: skip
 
 
 def _train(run: Run) -> TrainResult:
+    if run.ranks.first:
+        run.ranks.on_loss(lambda error: _write_failure(run, error))
+    run.ranks.beat(step=run.state.step)
     try:
         receipts.check_before(run.config, run.parts)
         if run.state.step == 0 and run.state.start:
             _check_start(run)
-        if not _all_steps(run):
+        whole = _all_steps(run)
+        tracing.write(run.ranks, run.folder.trace_path, run.device_facts)
+        run.traced = True
+        if not whole:
             raise KeyboardInterrupt
         _finish(run)
     except (Exception, KeyboardInterrupt) as error:
@@ -181,6 +204,8 @@ def _write_failure(run: Run, error: BaseException) -> None:
         run.folder.checkpoints.settle()
     except (OSError, UserError) as second:
         notice(f"warning: the last checkpoint is lost: {second}")
+    if not run.traced:
+        tracing.write_alone(run.ranks, run.folder.trace_path, run.device_facts)
     steps = run.folder.checkpoints.steps()
     kept = run.folder.checkpoints.path(steps[-1]) if steps else None
     try:
@@ -223,6 +248,7 @@ def _all_steps(run: Run) -> bool:
             meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s, {_speed(line)}")
             _check_moved(run)
             _stop_if_bad(run)
+            _adapt(run)
             last = state.step == run.total_steps
             new_best = _validate(run) if last or state.step % run.config.validation.every_steps == 0 else False
             if last or asked_to_stop or new_best or (every and state.step % every == 0):
@@ -243,7 +269,9 @@ def _speed(line: dict[str, Any]) -> str:
 def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     """One optimizer step, or its skipping. Returns its metrics line, and whether any rank was asked to stop."""
     state, data, k = run.state, run.parts.data, run.state.step
+    run.ranks.beat(step=k, doing=f"computing step {k + 1}")
     begin_s = time.perf_counter()
+    RECORDER.begin_step(k)
     rows = data.rows_of(k)
     tokens = sum(data.tokens(row) for row in rows.rows)
     label_tokens = sum(data.label_tokens(row) for row in rows.rows)
@@ -257,12 +285,14 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         reason = f"non-finite loss ({loss_sum / label_tokens}, router balancing {aux}){where}"
     else:
         _check_present(run, present)
-        run.ranks.sum_gradients(list(run.optimizer.parameters.values()), present)
-        norm = run.ranks.from_first(run.optimizer.grad_norm())
+        run.shards.sum_gradients(present)
+        with RECORDER.span("optimizer", "gradient norm"):
+            norm = run.shards.grad_norm()
         if math.isfinite(norm):
             _note_touched(run)
             _settle(run)
-            rate = run.optimizer.step(k, norm)
+            with RECORDER.span("optimizer", "update"):
+                rate = run.optimizer.step(k, norm)
         else:
             reason = f"non-finite gradient (norm {norm})"
     if not reason:
@@ -273,6 +303,7 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
     if bad and run.ranks.first:
         notice(f"warning: step {k + 1} skipped: {reason}")
     state.step, state.epoch, state.index = k + 1, rows.epoch, rows.index + len(rows.rows)
+    run.ranks.beat(step=k + 1, doing=f"between steps {k + 1} and {k + 2}")
     step_s = time.perf_counter() - begin_s
     line = {
         "step": k + 1,
@@ -291,6 +322,8 @@ def _take_step(run: Run) -> tuple[dict[str, Any], bool]:
         "flops": flops,
         "flop_per_s": flops / max(step_s, 1e-9),
         "utilisation": flops / max(step_s, 1e-9) / run.matmul_flops_per_s,
+        "devices": run.devices,
+        "planned_s": run.spread.planned_s(rows.rows) if run.ranks.first else None,
         "rss_bytes": rss_bytes(),
         "skipped": reason or None,
     }
@@ -306,39 +339,61 @@ def _gradients(
     A rank that fails still takes part in the sum, so that the others learn of it and end too.
     """
     ranks, parameters = run.ranks, run.optimizer.parameters
-    lengths = [run.parts.data.tokens(row) for row in rows.rows]
-    mine = [rows.rows[position] for position in share_rows(lengths, [1.0] * ranks.world)[ranks.rank]]
     loss_sum, aux, flops, where = 0.0, 0.0, 0.0, ""
     start: dict[str, float] | None = {}
     try:
-        if mine and label_tokens:
+        work = run.spread.take(rows.rows) if label_tokens else None
+        if work is not None:
             more: dict[str, Any] = {} if run.state.start or run.state.updates else {"beside_base": True}
             out = run.parts.engine.step(
-                run.parts.data.pack(mine), step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
+                work, step_index=k, label_tokens=label_tokens, aux_coef=run.parts.aux_coef, **more
             )
             start = out.start if more else {}
             loss_sum, aux, flops = out.loss_sum, out.aux, out.flops
             bad_layer = out.first_bad_layer()
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
-        elif label_tokens:
-            run.parts.engine.pass_by()
     except Exception as error:
+        if run.spread.pipelined:  # the others wait for this rank in the middle of their steps: they learn it by its end
+            raise
         ranks.meet(f"step {k + 1}")
-        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters)])
-        ranks.gather(str(error) or repr(error))
+        ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters), *tracing.no_numbers(ranks)])
+        ranks.gather(reason_of(error))
         raise
     present = [0.0 if p.grad is None else 1.0 for p in parameters.values()]
     ranks.meet(f"step {k + 1}")
-    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present])
+    times = tracing.numbers(ranks, *run.spread.counts(work))
+    total = ranks.sum_numbers([loss_sum, aux, float(run.stop), 0.0, flops, *present, *times])
+    total, times = total[: -len(times)], total[-len(times) :]
     if total[3]:
         failures = enumerate(ranks.gather(""))
         rank, text = next((rank, text) for rank, text in failures if text)
         raise RunFailed(f"rank {rank} failed in step {k + 1}: {text}")
+    run.devices = tracing.devices(ranks, times)
     if label_tokens and not (run.state.start or run.state.updates):
         run.state.start = next((found for found in ranks.gather(start) if found), {})
         if run.state.start:
             _check_start(run)
     return total[0], total[1], total[4], [n > 0 for n in total[5:]], total[2] > 0, where
+
+
+def _adapt(run: Run) -> None:
+    """Divide the steps to come by what this one took on each rank."""
+    if run.ranks.world == 1 or run.state.step == run.total_steps:
+        return
+    busy = [device["compute_s"] for device in run.devices]
+    owners = {name: run.spread.owners(name) for name in run.optimizer.parameters}
+    moved = run.spread.adapt(run.parts.data.rows_of(run.state.step - 1).rows, busy)
+    if moved is None:
+        return
+    if moved:
+        _settle(run)  # a save under way reads what is about to change
+        run.shards.hand_over({name: owners[name] for name in moved})
+        _check_memory(run)  # of the layers held so far
+    run.spread.settle()
+    run.memory = run.parts.base.in_memory()
+    run.state.split = run.spread.state()
+    if run.ranks.first:
+        notice(f"after step {run.state.step}: {'; '.join(run.spread.lines())}")
 
 
 def _check_present(run: Run, present: list[bool]) -> None:
@@ -360,10 +415,15 @@ def _note_touched(run: Run) -> None:
     state, parameters, class_of = run.state, run.optimizer.parameters, run.parts.class_of
     if not state.untouched:
         return
+
+    def silent_of(units: list[str]) -> list[str]:
+        found = run.shards.with_gradient(units, without_gradient(units, parameters, class_of))
+        return [unit for unit in units if unit not in found]
+
     before = set(state.untouched)
-    state.untouched = without_gradient(state.untouched, parameters, class_of)
+    state.untouched = silent_of(state.untouched)
     waiting = [sibling(unit) for unit in state.untouched if "lora_A" in unit and sibling(unit) not in before]
-    silent = set(without_gradient(waiting, parameters, class_of))
+    silent = set(silent_of(waiting))
     state.dead += [sibling(unit) for unit in waiting if unit not in silent and sibling(unit) not in state.dead]
 
 
@@ -371,6 +431,7 @@ def _check_moved(run: Run) -> None:
     """After two updates B and then A must have moved everywhere, except in experts that no token reached."""
     if run.state.updates != 2 or run.state.bad_in_row:
         return
+    run.shards.bring(range(run.ranks.world), moments=False)
     table = receipts.moved_table(run.parts, run.initial, run.state)
     dead = [name for row in table for name in row["dead"]]
     if dead:
@@ -416,6 +477,7 @@ def _validate(run: Run) -> bool:
 
 
 def _save(run: Run) -> None:
+    run.shards.bring([0], moments=True)
     run.ranks.on_first(lambda: _save_here(run))
     run.saving = True
 
@@ -438,7 +500,8 @@ def _save_here(run: Run) -> None:
             raise RunFailed(f"{len(broken)} adapter tensors are not finite after step {step}: {_some(broken)}")
         return run.parts.adapter.save(folder)
 
-    run.folder.checkpoints.save(step, adapter, moments, run.state.to_json(), need_bytes, best)
+    with RECORDER.span("save", f"step {step}"):
+        run.folder.checkpoints.save(step, adapter, moments, run.state.to_json(), need_bytes, best)
 
 
 def _finish(run: Run) -> None:
@@ -446,6 +509,7 @@ def _finish(run: Run) -> None:
     if run.state.updates == 0:
         raise RunFailed(f"none of {run.state.step} steps updated the adapter")
     _check_memory(run)
+    run.shards.bring(range(run.ranks.world), moments=False)
     run.ranks.agree("trained adapter", digest_of(digests(run.optimizer.parameters, run.parts.class_of)))
     best = run.state.best
     if best is not None and best.step is not None and not run.folder.checkpoints.path(best.step).is_dir():
@@ -483,11 +547,13 @@ def _check_memory(run: Run) -> None:
 
 
 def _facts(run: Run) -> receipts.Facts:
+    metrics = run.folder.metrics.read()
+    split = tracing.kind_of(run.state.split)
     return receipts.Facts(
         config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
-        zero_names=run.zero_names, metrics=run.folder.metrics.read(), checkpoints=run.folder.checkpoints,
+        zero_names=run.zero_names, metrics=metrics, checkpoints=run.folder.checkpoints,
         train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
-        matmul_flops_per_s=run.matmul_flops_per_s,
+        matmul_flops_per_s=run.matmul_flops_per_s, devices=summarise(metrics, run.device_facts, split),
     )  # fmt: skip
 
 
@@ -513,7 +579,8 @@ def _stop_signals(run: Run) -> Iterator[None]:
         if run.ranks.first:
             notice("stopping after this step; once more to stop at once, without saving")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in wanted}
     try:
         yield
     finally:

@@ -124,6 +124,20 @@ class Optimizer:
                     "exp_avg_sq": self.pages.view(name, "exp_avg_sq"),
                 }
 
+    def tensors_of(self, name: str, moments: bool) -> list[Tensor]:
+        """The parameter, and with `moments` its step count and moments (zeros before its first update)."""
+        p = self.parameters[name]
+        if not moments:
+            return [p]
+        if p not in self._part_of[name].state:
+            device = "cpu" if p.device.type == "cpu" else p.device
+            self._part_of[name].state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+        return [p, *(self._part_of[name].state[p][key] for key in _STATE)]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """`<parameter>/<step|exp_avg|exp_avg_sq>` -> tensor; parameters never updated have no entry."""
         return {

@@ -40,11 +40,12 @@ class MatmulRate(Protocol):
 
 
 class Engine(Protocol):
+    """`step` takes what `Spread.take` gave."""
+
     def step(
-        self, batches: Sequence[PackedBatch], *, step_index: int, label_tokens: int, aux_coef: float,
+        self, work: Any, *, step_index: int, label_tokens: int, aux_coef: float,
         beside_base: bool = False,
     ) -> StepOutput: ...  # fmt: skip
-    def pass_by(self) -> None: ...
     def loss_sums(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
     def facts(self) -> dict[str, Any]: ...
     def matmul_rate(self) -> MatmulRate: ...
@@ -87,6 +88,29 @@ class TrainData(Protocol):
     def decoded_labels(self, count: int) -> list[dict[str, Any]]: ...
 
 
+class Spread(Protocol):
+    """How steps are divided among ranks (`spread.py`).
+
+    `take`: this rank's part of a step, for `Engine.step`; None: nothing to do. `counts`: its tokens
+    and rows. `owners`: ranks that train a parameter, the
+    first of which speaks for it. `pipelined`: ranks wait for each other within a step. `adapt`: take another split when
+    measured busy seconds ask for it, and name the parameters whose owners changed; None: all stays. `settle`: the
+    parameters are with their new owners. `lines`: the split in words.
+    `planned_s`: seconds that a step should take. `state`: for the checkpoint.
+    """
+
+    @property
+    def pipelined(self) -> bool: ...
+    def take(self, rows: Sequence[int]) -> Any | None: ...
+    def counts(self, work: Any | None) -> tuple[int, int]: ...
+    def owners(self, name: str) -> tuple[int, ...]: ...
+    def adapt(self, rows: Sequence[int], busy_s: Sequence[float]) -> tuple[str, ...] | None: ...
+    def settle(self) -> None: ...
+    def lines(self) -> list[str]: ...
+    def planned_s(self, rows: Sequence[int]) -> float | None: ...
+    def state(self) -> dict[str, Any] | None: ...
+
+
 class Validator(Protocol):
     """Measures the model as it is; `names` says what `measure` will return."""
 
@@ -126,6 +150,7 @@ class Parts:
         fresh: adapter B is zero at the start (no `init_adapter`).
         aux_coef: weight of the router balancing loss.
         pages: where the adapter's state is, if not in RAM.
+        spread: divides steps among several ranks, from a checkpoint's `split` or anew; None: rows evenly.
     """
 
     engine: Engine
@@ -139,6 +164,7 @@ class Parts:
     fresh: bool = True
     aux_coef: float = 0.0
     pages: StatePages | None = None
+    spread: Callable[[dict[str, Any] | None], Spread] | None = None
 
 
 @dataclass(frozen=True)

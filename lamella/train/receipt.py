@@ -32,6 +32,7 @@ from lamella.console import out
 from lamella.errors import RunFailed
 from lamella.files import file_checksum, fsync_path, write_json
 from lamella.hardware.memory import peak_rss_bytes
+from lamella.trace.summary import show as show_devices
 from lamella.train.asked import (
     asked_of_adapter,
     asked_of_engine,
@@ -70,6 +71,8 @@ class Facts:
     """Checksum of the base in memory at the start; the loop compared it at the end."""
     matmul_flops_per_s: float = 0.0
     """What the ranks' devices multiply, together."""
+    devices: dict[str, Any] | None = None
+    """What each device did (`lamella.trace.summary`)."""
     proof: dict[str, Any] = field(default_factory=dict)
 
 
@@ -196,6 +199,7 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
             "first_rows": parts.data.decoded_labels(3),
         },
         "figures": _figures(facts),
+        "devices": facts.devices,
         "best": _best(facts),
         "warnings": [*state.warnings, *_bad_steps(state)],
         **facts.proof,
@@ -364,6 +368,8 @@ def show(path: Path) -> None:
     lines += [f"warning: {text}" for text in tree["warnings"]]
     for line in lines:
         out.print(Text("  " + line))
+    if tree["devices"] is not None:
+        show_devices(tree["devices"])
 
 
 def _number(value: float | None) -> str:

@@ -123,6 +123,7 @@ class RunState:
         dead: experts' A that had no gradient although their B moved and got one.
         start: loss per label token before the first step, without and with the adapter.
         initial: checksum of the adapter's initial values.
+        split: how the ranks shared the work, and how many there were.
     """
 
     config: dict[str, Any]
@@ -141,6 +142,7 @@ class RunState:
     empty_steps: int = 0
     best: Best | None = None
     warnings: list[str] = field(default_factory=list)
+    split: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,5 +166,6 @@ class RunState:
         for name in ("step", "epoch", "index", "updates", "bad_steps", "bad_in_row", "empty_steps", "untouched", "dead",
                      "warnings", "start"):  # fmt: skip
             setattr(self, name, saved[name])
+        self.split = saved.get("split")
         if saved["best"] is not None:
             self.best = Best(**saved["best"])

@@ -26,7 +26,7 @@ def _main(function: Callable[..., Any], rank: int, world: int, port: int, args: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
         pipe.send(("done", function(rank, world, *args)))
-    except BaseException as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told to the test
         pipe.send((type(error).__name__, f"{error}\n{traceback.format_exc()}"))
     finally:
         pipe.close()

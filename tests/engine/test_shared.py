@@ -61,7 +61,7 @@ def test_a_shared_map_gives_the_bits_of_private_copies(kind, dtype, made):
         assert packed.buffer.data_ptr() % mmap.PAGESIZE == 0
         assert torch.equal(packed.buffer, store.load(i).buffer)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"{store.path}/layers" in line]
-    assert len(maps) == 4
+    assert len({line[5] for line in maps}) == 4
     assert {line[1] for line in maps} == {"r--s"}  # read-only
 
 
@@ -93,18 +93,18 @@ def test_with_a_budget_some_layers_are_mapped_and_the_others_have_slots(made):
 
 
 def test_what_a_shared_layer_counts_for(made):
-    assert plan_residency([10, 10, 10], 5, 35, 1).resident == (0, 1, 2)
-    plan = plan_residency([10, 11, 10], 5, 15, 4)
+    assert plan_residency([10, 10, 10], 5, 35, sharers=1).resident == (0, 1, 2)
+    plan = plan_residency([10, 11, 10], 5, 15, sharers=4)
     assert (plan.resident, plan.packed_bytes, plan.slot_bytes, plan.total_bytes) == ((0, 1, 2), 9, 0, 14)
-    plan = plan_residency([40] * 20, 5, 5 + 80 + 29, 4)
+    plan = plan_residency([40] * 20, 5, 5 + 80 + 29, sharers=4)
     assert (plan.resident, plan.packed_bytes, plan.slot_bytes) == ((0, 1), 20, 80)  # slots are private
     for budget in range(90, 200):
         for sharers in (1, 2, 3, 8):
-            plan = plan_residency([40, 42, 40, 41], 5, budget, sharers)
+            plan = plan_residency([40, 42, 40, 41], 5, budget, sharers=sharers)
             assert plan.total_bytes <= budget
             assert sorted(plan.resident + plan.streamed) == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"memory\.budget is 84 B"):
-        plan_residency([40] * 8, 5, 84, 4)
+        plan_residency([40] * 8, 5, 84, sharers=4)
 
 
 def test_prediction_and_fit_count_the_part(made):

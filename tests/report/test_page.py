@@ -5,6 +5,7 @@ import pytest
 
 from lamella.errors import UserError
 from lamella.report.page import parts_of, render, write_report
+from lamella.trace.summary import DeviceFacts, summarise
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -129,6 +130,25 @@ def test_a_torn_last_line_is_left_out(run, name, torn):
     with (run / name).open("ab") as file:
         file.write(torn)
     assert render(run) == whole
+
+
+def test_devices_show_what_they_wait_for(run):
+    assert "Bottleneck" not in render(run)
+
+    def device(rank, busy_s, **more):
+        return {"rank": rank, "step_s": 1.0, "busy_s": busy_s, "compute_s": busy_s, "wait_s": {}, "move_s": {}, "read_s": 0.0,
+                "tokens": 50, "rows": 1, "bytes": {}, **more}  # fmt: skip
+
+    devices = [device(0, 0.4, wait_s={"rank 1": 0.6}, bytes={"reduce": 5 * 10**6}), device(1, 1.0)]
+    steps = [{**json.loads(line), "devices": devices} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    text = " ".join(" ".join(read(render(run)).text).split())
+    for words in ("Bottleneck: rank 1.", "Rank 0 waits 60% for rank 1 (busy 100%)", "rank 0 500 40.0% 60.0% rank 1 60.0%",
+                  "sums over ranks: 5 MB a step"):  # fmt: skip
+        assert words in text, text
+    receipt = {"status": "ok", "devices": summarise(steps, [DeviceFacts("cpu"), DeviceFacts("cuda:0")])}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    assert "rank 1 cuda:0" in " ".join(" ".join(read(render(run)).text).split())
 
 
 def test_empty_or_missing_folder_is_refused(tmp_path):

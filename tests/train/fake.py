@@ -134,9 +134,6 @@ class FakeEngine:
         self.adapter: FakeAdapter | None = None
         self.calls = 0
 
-    def pass_by(self) -> None:
-        pass
-
     def losses(self, batch, step_index: int | None) -> torch.Tensor:
         p = self.adapter.p if self.adapter else None
         x = self.embed[batch.input_ids]

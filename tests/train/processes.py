@@ -68,6 +68,12 @@ def start(runs_dir: Path, sections: dict, mode: str = "auto", options: dict | No
     return Training(process, stderr)
 
 
+def torchrun_env(world: int, rank: int, port: int) -> dict[str, str]:
+    """What `torchrun` sets for a rank, with all ranks on this host."""
+    return {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -177,7 +177,7 @@ def test_b62_a_failed_run_leaves_its_adapter_in_checkpoints_alone(tmp_path, opti
         fake.run(tmp_path, fake.Options(**options), train={"steps": 4})
     folder = tmp_path / "run"
     assert sorted(p.name for p in folder.iterdir()) == [
-        ".lock", "checkpoints", "config.json", "metrics.jsonl", "receipt.json",
+        ".lock", "checkpoints", "config.json", "metrics.jsonl", "receipt.json", "trace.json",
     ]  # fmt: skip
     tree = receipt(folder)
     assert tree["status"] == "failed"

@@ -1,0 +1,96 @@
+"""Whole trainings divided in every way end with the adapter of one process."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from lamella.config import build_run_config
+from lamella.train.loop import train_run
+from lamella.train.spread import EvenRows
+from tests import fixtures
+from tests.distributed import run_as_ranks
+from tests.train.test_ranks import SGD_LIKE
+
+STEPS = 20
+CPU = {"device": "cpu", "threads": 1}
+
+
+def config_of(stores, runs_dir, **sections):
+    tree = {
+        "store": str(stores / "moe4"), "runs_dir": str(runs_dir), "data": {"train": [str(stores / "rows24.jsonl")]},
+        "lora": {"rank": 4}, "compute": {"dtype": "fp32", "threads": 1}, **sections,
+        "train": {"rows_per_step": 8, "learning_rate": 0.01, "steps": STEPS, "micro_batch_tokens": 128, **SGD_LIKE,
+                  **sections.get("train", {})},
+    }  # fmt: skip
+    return build_run_config(tree)
+
+
+@pytest.fixture(scope="module")
+def stores4(stores):
+    from lamella.store.quantize import quantize_checkpoint
+
+    fixtures.write_checkpoint(stores / "moe4-hf", fixtures.moe_config(layers=4), tokenizer=fixtures.make_tokenizer())
+    quantize_checkpoint(stores / "moe4-hf", stores / "moe4", threads=1)
+    rows = [{**row, "id": f"{row.get('id', i)}-{n}"} for n in range(2) for i, row in enumerate(fixtures.chat12())]
+    fixtures.write_jsonl(stores / "rows24.jsonl", rows)
+    return stores
+
+
+@pytest.fixture(scope="module")
+def one(stores4, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    train_run(config_of(stores4, folder))
+    return folder / "run"
+
+
+def trained(config, mode="auto"):
+    train_run(config, mode)
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(run_dir, one, tolerance=1e-5):
+    a, b = load_file(one / "adapter_model.safetensors"), load_file(run_dir / "adapter_model.safetensors")
+    for name in a:
+        assert (a[name] - b[name]).norm() <= tolerance * a[name].norm(), name
+    assert [s["loss"] for s in lines(one)] == pytest.approx([s["loss"] for s in lines(run_dir)], rel=1e-5)
+    assert json.loads((run_dir / "receipt.json").read_text())["status"] == "ok"
+
+
+WAYS = {
+    "2 even": (2, {"kind": "tokens", "shares": [0.5, 0.5]}),
+    "2 uneven": (2, {"kind": "tokens", "shares": [0.75, 0.25]}),
+    "3 uneven": (3, {"kind": "tokens", "shares": [0.5, 0.3, 0.2]}),
+    "2 stages": (2, {"kind": "stages", "layers": [3, 1]}),
+    "3 stages": (3, {"kind": "stages", "layers": [1, 1, 2]}),
+    "tokens x stages": (3, {"kind": "stages", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_split_trains_the_same_adapter(way, stores4, one, tmp_path):
+    world, split = WAYS[way]
+    config = config_of(stores4, tmp_path, devices=[CPU] * world, split={**split, "rebalance": False})
+    run_as_ranks(world, trained, config, join=False, preload="tests.train.test_splits")
+    same(tmp_path / "run", one)
+    steps = lines(tmp_path / "run")
+    assert [d["rank"] for d in steps[-1]["devices"]] == list(range(world))
+
+
+def test_layers_change_hands_when_a_device_slows_down(stores4, one, tmp_path):
+    devices = [CPU, {**CPU, "slowdown": [[0, 1.0], [5, 6.0]]}]
+    config = config_of(stores4, tmp_path, devices=devices, split={"kind": "stages", "layers": [2, 2]})
+    config = config.model_copy(update={"split": config.split.model_copy(update={"layers": None})})
+    run_as_ranks(2, trained, config, join=False, preload="tests.train.test_splits")
+    same(tmp_path / "run", one)
+    state = json.loads(sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].joinpath("state.json").read_text())
+    first, second = state["split"]["stages"]
+    assert first["last"] - first["first"] == 3, "the faster device took a layer over"
+    assert second["ranks"] in ([1], [0])
+
+
+def test_even_rows_is_what_a_single_process_does():
+    assert EvenRows.pipelined is False
