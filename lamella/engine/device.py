@@ -3,11 +3,14 @@
 A layer that does not stay on the device comes from pinned host memory (one arena a layer, page-locked once), or, where
 host memory ends too, from disk through two pinned slots. Host bytes are pinned, so a copy runs beside the arithmetic. A
 slot is overwritten only after the dequantise kernels that read it have finished (an event on the compute stream), and is
-read only after its copy has.
+read only after its copy has. Where several ranks run on a host, the arenas are the store's files themselves, mapped
+read-only and page-locked by each rank: one copy for all (`store/shared.py`). With peers (`gather.py`) a rank copies its part
+of a layer alone, and gets the others' from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -19,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lamella.engine.gather import LayerGather
 from lamella.errors import UserError
 from lamella.store.reader import PackedGroup
 from lamella.trace.recorder import RECORDER
@@ -47,6 +51,10 @@ class Copier(Protocol):
     def finish(self, mark: Any) -> None:
         """Block the host until a mark has passed."""
 
+    def run(self, work: Callable[[], None], after: Any) -> Any:
+        """Give other work on the slots (an exchange with peers) to where copies are done, once `after` has passed; returns a
+        mark of its completion."""
+
 
 class CudaCopier:
     """A copy stream of its own beside the current stream; marks are CUDA events."""
@@ -70,6 +78,13 @@ class CudaCopier:
     def finish(self, mark: Any) -> None:
         mark.synchronize()
 
+    def run(self, work: Callable[[], None], after: Any) -> Any:
+        with torch.cuda.stream(self.stream):
+            if after is not None:
+                self.stream.wait_event(after)
+            work()
+            return self.stream.record_event()
+
 
 class HostCopier:
     """Copies at once: for devices without streams, and to test the slots on a CPU."""
@@ -86,9 +101,70 @@ class HostCopier:
     def finish(self, mark: Any) -> None:
         pass
 
+    def run(self, work: Callable[[], None], after: Any) -> Any:
+        work()
+
+
+class Registrar(Protocol):
+    """Page-locks host memory for a device."""
+
+    def register(self, memory: Tensor, read_only: bool) -> int:
+        """Lock the pages of `memory` (uint8, at a page's start); 0, or the error's number. `read_only`: they are mapped so,
+        and the device will not write to them."""
+
+    def unregister(self, address: int) -> None:
+        """Undo it."""
+
+
+class CudaRegistrar:
+    """cudaHostRegister (CUDA runtime API, "Memory Management"). Memory that is mapped read-only takes a flag of its own,
+    which not every system supports."""
+
+    PORTABLE, READ_ONLY = 1, 8
+
+    def register(self, memory: Tensor, read_only: bool) -> int:
+        flags = self.PORTABLE | self.READ_ONLY if read_only else 0
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
+        if code != 0:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the runtime keeps the error, and torch's next launch would report it
+                torch.zeros(1, device="cuda").add_(1)
+        return code
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class PageLock:
+    """Keeps host memory page-locked as long as this object lives.
+
+    Raises:
+        UserError: the system does not let this much memory be page-locked.
+    """
+
+    def __init__(self, memory: Tensor, registrar: Registrar, read_only: bool) -> None:
+        code = registrar.register(memory, read_only)
+        if code != 0:
+            raise UserError(
+                f"{format_bytes(memory.numel())} of host memory cannot be page-locked (CUDA error {code})",
+                fix="free host memory, or raise the limit of locked memory (ulimit -l)",
+            )
+        self.memory = memory  # outlives the lock: released after it
+        self._unpin = weakref.finalize(self, registrar.unregister, memory.data_ptr())
+
+
+def can_lock(memory: Tensor, registrar: Registrar) -> int:
+    """Whether a file's pages, mapped read-only, can be page-locked: tries the first one. 0, or the error's number."""
+    page = memory[: mmap.PAGESIZE]
+    code = registrar.register(page, read_only=True)
+    if code == 0:
+        registrar.unregister(page.data_ptr())
+    return code
+
 
 class HostArena:
-    """Host memory of its own pages, page-locked with `pin`.
+    """Host memory of its own pages, page-locked with `pin` (by CUDA, when no other registrar is given).
 
     (torch's pinned allocator rounds up to a power of two: 2 GB for a layer of 1.3.)
 
@@ -99,15 +175,9 @@ class HostArena:
         UserError: the system does not let this much memory be page-locked.
     """
 
-    def __init__(self, n: int, pin: bool) -> None:
+    def __init__(self, n: int, pin: bool, registrar: Registrar | None = None) -> None:
         self.bytes = torch.frombuffer(mmap.mmap(-1, max(n, 1)), dtype=torch.uint8)[:n]
-        if pin and n:
-            runtime, address = torch.cuda.cudart(), self.bytes.data_ptr()
-            code = int(runtime.cudaHostRegister(address, n, 0))
-            if code != 0:
-                raise UserError(f"{format_bytes(n)} of host memory cannot be page-locked (CUDA error {code})",
-                                fix="free host memory, or raise the limit of locked memory (ulimit -l)")  # fmt: skip
-            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        self._lock = PageLock(self.bytes, registrar or CudaRegistrar(), read_only=False) if pin and n else None
 
 
 def spread(sizes: Sequence[int], budget: int) -> tuple[int, ...]:
@@ -181,11 +251,13 @@ class DeviceSlots:
         copier: orders the copies.
         load: reads a layer's file into the given host bytes; for layers that are not in host memory.
         host_slots: two pinned host buffers for it; none when all layers are in host memory.
+        gather: brings layers together with other ranks, when `fetch` is told to; the slots then have room for its parts.
     """
 
     def __init__(
         self, device: torch.device, slot_bytes: int, copier: Copier,
         load: Callable[[int, Tensor], PackedGroup] | None = None, host_slots: Sequence[Tensor] = (),
+        gather: LayerGather | None = None,
     ) -> None:  # fmt: skip
         self.copier = copier
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -196,16 +268,20 @@ class DeviceSlots:
         self._sent: list[Any] = [None] * len(self._host_slots)
         self._turn = 0
         self.copied_bytes = 0
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read") if self._host_slots else None
+        self._gather = gather
+        threaded = bool(self._host_slots) or gather is not None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lamella-read") if threaded else None
 
     def holds_layer(self, layer: int) -> bool:
         return layer in self.holds
 
-    def fetch(self, layer: int, host: PackedGroup | None, keep: Iterable[int]) -> None:
+    def fetch(self, layer: int, host: PackedGroup | None, keep: Iterable[int], together: bool = False) -> None:
         """Start bringing `layer` unless it is here, into a slot that holds none of `keep`.
 
         Args:
             host: its bytes in pinned memory; None: they are read from disk first, by a thread.
+            together: every rank of the group fetches this layer now, each its part; by the thread too, which keeps the
+                exchanges in order.
         """
         if layer in self.holds:
             return
@@ -216,7 +292,10 @@ class DeviceSlots:
             arrived_from_disk(before, self.holds[slot])  # fetched and never taken: nobody may still write here
         self.holds[slot] = layer
         after = self.read[slot]
-        if host is None:
+        if together:
+            assert self._reader is not None
+            self._arriving[slot] = self._reader.submit(self._by_parts, layer, host, slot, after)
+        elif host is None:
             assert self._reader is not None
             self._arriving[slot] = self._reader.submit(self._from_disk, layer, slot, after)
         else:
@@ -231,15 +310,48 @@ class DeviceSlots:
         self.copied_bytes += host.buffer.numel()
         return PackedGroup(target, host.records, host.block_size), mark
 
-    def _from_disk(self, layer: int, slot: int, after: Any) -> tuple[PackedGroup, Any]:
-        assert self._load is not None
+    def _free_host_slot(self) -> int:
         turn = self._turn % len(self._host_slots)
         self._turn += 1
         if self._sent[turn] is not None:
             self.copier.finish(self._sent[turn])  # its last layer has left this host buffer
+        return turn
+
+    def _from_disk(self, layer: int, slot: int, after: Any) -> tuple[PackedGroup, Any]:
+        assert self._load is not None
+        turn = self._free_host_slot()
         arrived = self._copy(layer, self._load(layer, self._host_slots[turn]), slot, after)
         self._sent[turn] = arrived[1]
         return arrived
+
+    def _by_parts(self, layer: int, host: PackedGroup | None, slot: int, after: Any) -> tuple[PackedGroup, Any]:
+        """This rank's part from the host to its own device, then the group's parts from device to device."""
+        gather, target = self._gather, self.slots[slot]
+        assert gather is not None
+        first, last = gather.own_part(layer)
+        if host is not None:
+            part = host.buffer[first:last]
+            gather.meet(layer, failed=False)
+            mark = self.copier.copy(target[first:last], part, after)
+        else:
+            turn = self._free_host_slot()
+            part = self._host_slots[turn][: last - first]
+            gather.read_own(layer, part)
+            mark = self._sent[turn] = self.copier.copy(target[first:last], part, after)
+        self.copied_bytes += last - first
+        return gather.store.view(layer, target), self.copier.run(lambda: gather.exchange(layer, target), mark)
+
+    def forget(self) -> None:
+        """Hold no layer any more."""
+        for arriving in self._arriving:
+            if arriving is not None:
+                arriving.result()
+        self.holds, self._arriving = [None, None], [None, None]
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have the thread do this after what it has to do already."""
+        assert self._reader is not None
+        return self._reader.submit(work)
 
     def take(self, layer: int) -> PackedGroup:
         """The layer's bytes on the device; arithmetic given from now on waits for its copy."""

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
+from lamella.engine.gather import Peers as GatherPeers
 from lamella.engine.memory import MemoryPlan, predict
 from lamella.engine.pace import Pace
 from lamella.engine.stages import RankWork, whole_work
@@ -86,7 +87,8 @@ class Engine:
     def open(
         cls, store: Store, adapter: Adapter | None = None, *, dtype: str = "auto", device: str = "cpu",
         budget_bytes: int | None = None, recompute: str = "auto", threads: int | None = None, seed: int = 0,
-        fused: bool = True, pace: float | Sequence[tuple[int, float]] = 1.0,
+        fused: bool = True, ranks_here: int = 1, sharers: int | None = None,
+        pace: float | Sequence[tuple[int, float]] = 1.0,
     ) -> Engine:  # fmt: skip
         """Build the model of a store.
 
@@ -100,6 +102,9 @@ class Engine:
                 they fit the budget.
             threads: CPU threads; None: torch's own choice (all cores, or OMP_NUM_THREADS).
             seed: of dropout.
+            ranks_here: ranks of the run on this host; each counts on its part of the host's memory.
+            sharers: those of them that hold the same layers: above 1 they read one copy of the base, and each counts its
+                part of that (bytes / sharers) in its budget; None: all.
             fused: let fused kernels stand in for the family's modules that they are proven to equal (on a CPU that has
                 the instructions).
             pace: how many times as long computing is to take (see `Pace`).
@@ -122,13 +127,13 @@ class Engine:
         skeleton = Skeleton(config, resolve_dtype(dtype, where))
         if fused and where.type == "cpu" and rows.supported():
             skeleton.fuse()
-        weights = LayerWeights(store, skeleton, where, budget_bytes)
+        weights = LayerWeights(store, skeleton, where, budget_bytes, ranks_here=ranks_here, sharers=sharers)
         boundary_bytes = None
         if where.type == "cuda":
             room = activation_room(where) if budget_bytes is None else budget_bytes - weights.residency.total_bytes
             boundary_bytes = room = max(room, 0) // 2
         elif budget_bytes is None:
-            room = memory_limit_bytes() // 2
+            room = memory_limit_bytes() // (2 * ranks_here)
         else:
             room = budget_bytes - weights.residency.total_bytes
         keep = {"always": 0, "never": 1 << 62, "auto": max(room, 0)}[recompute]
@@ -167,8 +172,9 @@ class Engine:
         """Make steps of these micro-batches fit the budget (as `memory.predict` takes them), or refuse before the first.
 
         The budget is for all that the process holds beyond imports and libraries: what a step takes besides packed layers
-        is set aside, as many layers as fit the rest are held, and what is left may keep activations. None without a
-        budget, and on a device, where the budget is the device's.
+        is set aside, as many layers as fit the rest are held, and what is left may keep activations. A layer in a map that
+        ranks of this host share counts with this rank's part. None without a budget, and on a device, where the budget is
+        the device's.
 
         Raises:
             UserError: not even with every layer streamed do these steps fit; names the parts.
@@ -182,7 +188,7 @@ class Engine:
         fixed = weights.residency.fixed_bytes
         self.plan = plan
         aside = plan.beyond_program_bytes - weights.residency.total_bytes
-        least = aside + fixed + min(2 * max(sizes), sum(sizes))
+        least = aside + fixed + min(2 * max(sizes), sum(-(-size // weights.sharers) for size in sizes))
         if least > budget:
             raise UserError(
                 f"memory.budget is {format_bytes(budget)}, but a step of {sum(map(sum, lengths))} tokens in "
@@ -200,11 +206,15 @@ class Engine:
         """What this device multiplies in the compute dtype, measured once per process: utilisation is a share of it."""
         return matmul_rate(self.walk.weights.device, self.skeleton.dtype)
 
-    def assign(self, first: int, last: int) -> None:
-        """Hold layers [first, last) from now on (a stage of a pipeline); nothing to do when they are held already."""
+    def assign(self, first: int, last: int, sharers: int | None = None) -> None:
+        """Hold layers [first, last) from now on (a stage of a pipeline); nothing to do when they are held already.
+
+        Args:
+            sharers: ranks of this host that hold these layers; None: as many as before.
+        """
         weights = self.walk.weights
         if weights.layers != range(first, last):
-            weights.assign(range(first, last), self.budget_bytes)
+            weights.assign(range(first, last), self.budget_bytes, sharers)
 
     def step(
         self, given: Sequence[PackedBatch] | RankWork, *, step_index: int, label_tokens: int, aux_coef: float = 0.0,
@@ -220,17 +230,20 @@ class Engine:
             raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
                             fix="use bf16 or fp32")  # fmt: skip
         work = given if isinstance(given, RankWork) else whole_work(given, len(self.skeleton.layers))
-        if not isinstance(given, RankWork) and not given:
-            if self.walk.adapter is not None:
-                for name, p in self.walk.adapter.parameters().items():
-                    self.walk.adapter.add_gradient(name, torch.zeros_like(p))
+        weights = self.walk.weights
+        nothing = not isinstance(given, RankWork) and not given
+        if nothing and self.walk.adapter is not None:
+            for name, p in self.walk.adapter.parameters().items():
+                self.walk.adapter.add_gradient(name, torch.zeros_like(p))
+        if nothing and weights.gather is None:
             return StepOutput(0.0, 0, 0.0, [])
         self.walk.pace.begin_step(step_index)
         again = self.walk.steps_recomputed
-        out = self.walk.step(
-            work, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
-            beside_base=beside_base,
-        )  # fmt: skip
+        with weights.together():
+            out = self.walk.step(
+                work, step_index=step_index, label_tokens=label_tokens, keep_bytes=self.keep_bytes, aux_coef=aux_coef,
+                beside_base=beside_base,
+            )  # fmt: skip
         layers = range(work.first, work.last)
         recomputed = range(max(self._flops.first, work.first), work.last) if self.walk.steps_recomputed > again else ()
         batches = [task.batch for task in work.tasks if task.speaks]
@@ -239,6 +252,10 @@ class Engine:
     def evaluate(self, work: RankWork) -> float:
         """Summed cross-entropy over the label tokens of the micro-batches whose last stage is this rank's, forward only."""
         return evaluate(self.walk, work)
+
+    def gather_with(self, peers: GatherPeers) -> None:
+        """Read streamed layers together with these ranks from the next step on; all of them call it, after `fit`."""
+        self.walk.weights.gather_with(peers)
 
     def score(self, batches: Sequence[PackedBatch], on_layer: Callable[[int], None] | None = None) -> list[Tensor]:
         """Log-probability of every scored pair: fp32 [N] per batch. `on_layer` is called after each layer."""
@@ -328,6 +345,8 @@ class Engine:
             "fused": {**self.skeleton.fused_facts(), "head": self.walk.head_is_plain},
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),
             "fixed_bytes": residency.fixed_bytes, "packed_bytes": residency.packed_bytes, "slot_bytes": residency.slot_bytes,
+            "base": self.walk.weights.base, "ranks_per_copy": self.walk.weights.sharers,
+            "gather": self.walk.weights.gather.facts() if self.walk.weights.gather is not None else None,
             "budget_bytes": self.budget_bytes,
             "predicted_bytes": self.plan.beyond_program_bytes if self.plan is not None else None,
             "recompute": self.recompute, "steps_kept": self.walk.steps_kept,

@@ -3,6 +3,7 @@
     peak = process before the engine + base + adapter + kernels + largest moment of the step
 
     base      packed layers held + two slots when any is streamed + dequantised layer + outer and small tensors
+              (of layers in a map that several ranks of a host share, this rank's part: bytes / ranks)
     adapter   per trained parameter: 4 bytes value, 8 bytes moments, one compute-dtype copy; gradients (4) as they come
     moment    what is held then (boundary inputs [T, H], or kept activations, of every layer and micro-batch) + what the
               work of one layer on one micro-batch, or of one chunk of the head, takes on top
@@ -335,6 +336,8 @@ def predict(
         "adapter in the compute dtype": f"{size} B x {copies / size:.0f}",
         "compiled products": f"{kernels} shapes x {KERNEL_BYTES} B",
     }  # fmt: skip
+    if walk.weights.sharers > 1:
+        formulas["packed layers held"] = f"1/{walk.weights.sharers} of a map that {walk.weights.sharers} ranks share"
     of_kept = held.get("kept activations", 0.0)
     heap = {
         "forward, last layer": {"work": going_up, "kept": of_kept},

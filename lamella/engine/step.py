@@ -223,6 +223,7 @@ class StepRun:
         passing = [self._enter(task) for task in work.groups[group]]
         self.passing |= {p.task.number: p for p in passing}
         if not passing:
+            walk.weights.pass_by(range(work.first, work.last))
             return
         for i in range(work.first, work.last):
             begin_s = time.perf_counter()
@@ -277,7 +278,10 @@ class StepRun:
         walk, work = self.walk, self.work
         self.backs_left -= 1
         passing = [self.passing.pop(task.number) for task in work.groups[group]]
-        if not self.trains or not passing:
+        if not self.trains:
+            return
+        if not passing:
+            walk.weights.pass_by(reversed(range(max(work.first, self.first_trained), work.last)))
             return
         for p in passing:
             if p.task.targets:

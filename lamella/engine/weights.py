@@ -5,14 +5,20 @@ into it is all that binding takes. On a CPU experts stay packed (`models/packed.
 16 bit (norms, biases, routers) stay in memory. Packed layers are held in memory as far as the budget goes; the others are
 read from the store into two slots, the next one ahead of its turn. On a GPU the budget is the device's memory; see
 `device.py`.
+
+Where several ranks run on one host, layers that stay in host memory are maps of the store's files: one copy for all of them
+(`store/shared.py`). Streamed ones have two private slots a rank, and may be read together with other ranks (`gather.py`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -22,12 +28,17 @@ from lamella.engine.device import (
     HOST_SHARE,
     Copier,
     CudaCopier,
+    CudaRegistrar,
     DeviceSlots,
     HostArena,
+    PageLock,
+    Registrar,
     arrived_from_disk,
+    can_lock,
     default_budget,
     plan_placement,
 )
+from lamella.engine.gather import LayerGather, Peers
 from lamella.errors import UserError
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.models.binding import plan_binding
@@ -36,18 +47,22 @@ from lamella.models.pieces import ParamPlan
 from lamella.models.skeleton import Skeleton
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
+from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly
 from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
+T = TypeVar("T")
+
+SHARED = "shared map"
 ALIGN_BYTES = 64
 _PIECE_NUMEL = 8 << 20
 """Values converted at once."""
 
 
-def aligned_bytes(n: int, pin: bool = False) -> Tensor:
-    """uint8 [n], its data aligned to 64 bytes; pinned when asked (for copies to a GPU)."""
-    raw = torch.empty(n + ALIGN_BYTES, dtype=torch.uint8, pin_memory=pin)
+def aligned_bytes(n: int) -> Tensor:
+    """uint8 [n], its data aligned to 64 bytes."""
+    raw = torch.empty(n + ALIGN_BYTES, dtype=torch.uint8)
     skip = -raw.data_ptr() % ALIGN_BYTES
     return raw[skip : skip + n]
 
@@ -64,7 +79,8 @@ class Fill:
 class Residency:
     """Which packed layers stay in memory, and what it takes (bytes).
 
-    `fixed`: outer tensors, small tensors, dequantised buffer; `slots`: two packed layers when any is streamed;
+    `fixed`: outer tensors, small tensors, dequantised buffer; `packed`: layers that stay, of those in a shared map this
+    rank's part (bytes / ranks that share it); `slots`: two packed layers when any is streamed;
     `pinned`: on a GPU, those of the streamed layers that lie in pinned host memory (the others come from disk).
     """
 
@@ -80,19 +96,25 @@ class Residency:
         return self.fixed_bytes + self.packed_bytes + self.slot_bytes
 
 
-def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, first: int = 0) -> Residency:
+def plan_residency(
+    group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, first: int = 0, sharers: int = 1
+) -> Residency:
     """Keep as many packed layers as fit the budget, lowest first; the rest is streamed through two slots.
 
     Args:
         group_bytes: of the layers from `first` on.
+        sharers: ranks of this host that read one copy of the layers that stay: each counts its part of it. (With unlike
+            budgets some layers are held by fewer ranks, which then hold more than they count. These are clean pages of
+            files: the kernel takes them back when memory is short.)
 
     Raises:
         UserError: the budget does not even hold the fixed part and two slots.
     """
-    everything = fixed_bytes + sum(group_bytes)
+    parts = [-(-size // sharers) for size in group_bytes]
+    everything = fixed_bytes + sum(parts)
     layers = len(group_bytes)
     if budget_bytes is None or everything <= budget_bytes:
-        return Residency(tuple(range(first, first + layers)), (), fixed_bytes, sum(group_bytes), 0)
+        return Residency(tuple(range(first, first + layers)), (), fixed_bytes, sum(parts), 0)
     slots = 2 * max(group_bytes)
     if fixed_bytes + slots > budget_bytes:
         raise UserError(
@@ -102,12 +124,12 @@ def plan_residency(group_bytes: list[int], fixed_bytes: int, budget_bytes: int |
         )
     left = budget_bytes - fixed_bytes - slots
     resident = []
-    for i, size in enumerate(group_bytes):
+    for i, size in enumerate(parts):
         if size > left:
             break
         left -= size
         resident.append(first + i)
-    kept = sum(group_bytes[: len(resident)])
+    kept = sum(parts[: len(resident)])
     streamed = tuple(range(first + len(resident), first + layers))
     return Residency(tuple(resident), streamed, fixed_bytes, kept, slots)
 
@@ -123,7 +145,17 @@ class LayerWeights:
             on CUDA what fits a share of its free memory.
         copier: copies packed layers to slots on the device ahead of their turn; None: of its own on CUDA, and on a
             CPU layers are dequantised where they lie.
-        host_bytes: with a copier, for packed layers in pinned host memory; None: a share of this machine's memory.
+        host_bytes: with a copier, for packed layers in pinned host memory; None: a share of this machine's memory, in all
+            for ranks that share one copy, else an even part of it.
+        ranks_here: ranks of the run on this host.
+        sharers: those of them that hold the same layers and read one copy of them; None: all.
+        registrar: page-locks host memory; None: of its own on CUDA, nothing is page-locked on a CPU.
+
+    Attributes:
+        base: "private", or "shared map" where ranks read one copy of the layers that stay in host memory. (Private in spite
+            of sharers where a GPU's driver does not page-lock a mapped file; the reason stands there too.)
+        sharers: ranks that share it, 1 when it is private.
+        gather: how streamed layers are read together with other ranks (`gather_with`); None: each rank reads all of them.
 
     Raises:
         UserError: names, shapes or budget that do not work out.
@@ -137,9 +169,15 @@ class LayerWeights:
         budget_bytes: int | None = None,
         copier: Copier | None = None,
         host_bytes: int | None = None,
+        ranks_here: int = 1,
+        sharers: int | None = None,
+        registrar: Registrar | None = None,
     ) -> None:
         self.store, self.skeleton, self.device = store, skeleton, device
         self.bound: int | None = None
+        self._filled: int | None = None
+        self.gather: LayerGather | None = None
+        self._together = False
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
         self.plans = plan_binding(skeleton, shapes, str(store.path))
         self._stored_dtypes = {
@@ -157,10 +195,14 @@ class LayerWeights:
             max((self._quantised_numel(by_layer.get(i, [])) for i in range(layers)), default=0),
             dtype=skeleton.dtype, device=device,
         )  # fmt: skip
+        cuda = device.type == "cuda"
+        self._registrar = CudaRegistrar() if registrar is None and cuda else registrar
+        self.ranks_here = ranks_here
+        self.sharers, self.base = self._sharing(ranks_here if sharers is None else sharers)
+        self._maps = self.base == SHARED
         self.mapped_table_bytes = self._table_bytes()
         fixed = self._buffer.nbytes + self._kept_bytes()
-        self._pin = device.type == "cuda"
-        self.copier = CudaCopier(device) if copier is None and self._pin else copier
+        self.copier = CudaCopier(device) if copier is None and cuda else copier
         self.layers = range(layers)
         self._host_bytes = host_bytes
         self.residency = self._plan(fixed, budget_bytes, host_bytes)
@@ -168,7 +210,8 @@ class LayerWeights:
         self._packed: dict[int, PackedGroup] = {}
         self._mapped: dict[str, Tensor] = {}
         self._pinned: dict[int, PackedGroup] = {}
-        self._arenas: list[HostArena] = []
+        self._shared: dict[int, SharedFile] = {}
+        self._arenas: list[HostArena | PageLock] = []
         self._bind_outer()
         self._fills: list[list[Fill]] = []
         self._experts: list[list[ExpertBytes]] = []
@@ -179,13 +222,23 @@ class LayerWeights:
         self._on_device: DeviceSlots | None = None
         self._start_slots()
 
+    def _sharing(self, sharers: int) -> tuple[int, str]:
+        """Ranks that share the layers in host memory, and how to call it."""
+        if sharers <= 1:
+            return 1, "private"
+        if self._registrar is not None:
+            code = can_lock(self.store.share(0)[1].bytes, self._registrar)
+            if code != 0:
+                return 1, f"private: a mapped file cannot be page-locked here (CUDA error {code})"
+        return sharers, SHARED
+
     def _plan(self, fixed: int, budget_bytes: int | None, host_bytes: int | None) -> Residency:
         first, sizes = self.layers.start, [self.store.group_bytes(i) for i in self.layers]
         if self.copier is None:
-            return plan_residency(sizes, fixed, budget_bytes, first)
+            return plan_residency(sizes, fixed, budget_bytes, first, self.sharers)
         if host_bytes is None:
-            host_bytes = int(memory_limit_bytes() * HOST_SHARE)
-        if budget_bytes is None and self._pin:
+            host_bytes = int(memory_limit_bytes() * HOST_SHARE * self.sharers / self.ranks_here)
+        if budget_bytes is None and self.device.type == "cuda":
             budget_bytes = default_budget(self.device) + self._buffer.nbytes
         placed = plan_placement(sizes, fixed, budget_bytes, host_bytes)
         resident, pinned = (tuple(first + i for i in group) for group in (placed.device, placed.pinned))
@@ -219,9 +272,12 @@ class LayerWeights:
 
     def _kept_bytes(self) -> int:
         """Unquantised tensors; a mapped table of embeddings counts as nothing (rows are read as tokens come), but a
-        mapped head does, being read whole."""
-        kept = sum(torch.Size(p.shape).numel() for p in self.plans.values() if not self._is_quantised(p))
-        return kept * self.skeleton.dtype.itemsize - self.mapped_table_bytes
+        mapped head does, being read whole: this rank's part of it where others read it too."""
+        plans = [p for p in self.plans.values() if not self._is_quantised(p)]
+        mapped = sum(torch.Size(p.shape).numel() for p in plans if p.layer is None and self._is_mapped(p))
+        private = sum(torch.Size(p.shape).numel() for p in plans) - mapped
+        size = self.skeleton.dtype.itemsize
+        return private * size + -(-(mapped * size - self.mapped_table_bytes) // self.sharers)
 
     def _table_bytes(self) -> int:
         """Of mapped tables of which only some rows are read. (Binding parts tied ones: to be asked before.)"""
@@ -274,16 +330,32 @@ class LayerWeights:
 
     def _hold_layers(self) -> None:
         """Bring the layers that stay on the device there, and those that stay in host memory into their arenas."""
-        for i in (*self.residency.resident, *self.residency.pinned):
-            resident = i in self.residency.resident
-            host = HostArena(self.store.group_bytes(i), self._pin and not resident)
-            packed = self._read(i, host.bytes)
-            if resident:
-                on_device = packed.buffer.to(self.device, copy=True)
-                self._packed[i] = PackedGroup(on_device, packed.records, packed.block_size)
+        for i in self.residency.resident:
+            if self._maps:
+                packed = self._mapped_layer(i)
             else:
-                self._pinned[i] = packed
+                packed = self._read(i, HostArena(self.store.group_bytes(i), pin=False).bytes)
+            on_device = packed.buffer.to(self.device, copy=True)
+            self._packed[i] = PackedGroup(on_device, packed.records, packed.block_size)
+        self._shared.clear()  # what lies on the device needs its file no more
+        for i in self.residency.pinned:
+            if self._maps:
+                self._pinned[i] = self._mapped_layer(i)
+                if self._registrar is not None:
+                    self._arenas.append(PageLock(self._pinned[i].buffer, self._registrar, read_only=True))
+            else:
+                host = self._arena(self.store.group_bytes(i))
+                self._pinned[i] = self._read(i, host.bytes)
                 self._arenas.append(host)
+
+    def _arena(self, n: int) -> HostArena:
+        return HostArena(n, self._registrar is not None, self._registrar)
+
+    def _mapped_layer(self, i: int) -> PackedGroup:
+        """Layer i in the map that ranks of this host share, all its pages brought in."""
+        packed, self._shared[i] = self.store.share(i)
+        self._shared[i].populate()
+        return packed
 
     def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
         fills, offset = [], 0
@@ -317,14 +389,27 @@ class LayerWeights:
             found.append(module.__dict__["lamella_packed"])
         return found
 
-    def assign(self, layers: range, budget_bytes: int | None) -> None:
-        """Between passes: from now on hold these layers alone, as the budget has room."""
-        self._stop_slots()
+    def assign(self, layers: range, budget_bytes: int | None, sharers: int | None = None) -> None:
+        """Between passes: from now on hold these layers alone, as the budget has room; read together with nobody until
+        `gather_with` is called again.
+
+        Args:
+            sharers: ranks of this host that hold these layers; None: as many as before.
+        """
+        self.gather = None
         self.layers = layers
-        self.residency = self._plan(self.residency.fixed_bytes, budget_bytes, self._host_bytes)
-        self._streamed = frozenset(self.residency.streamed)
-        held = frozenset(self.residency.resident) if self.copier is None else frozenset[int]()
+        if sharers is not None and self._maps:
+            self.sharers = max(sharers, 1)
+        self._place(self._plan(self.residency.fixed_bytes, budget_bytes, self._host_bytes))
+
+    def _place(self, residency: Residency) -> None:
+        """Between passes: hold these layers and stream the others."""
+        self._stop_slots()
+        self.residency = residency
+        self._streamed = frozenset(residency.streamed)
+        held = frozenset(residency.resident) if self.copier is None else frozenset[int]()
         self._packed = {i: packed for i, packed in self._packed.items() if i in held}
+        self._shared = {i: shared for i, shared in self._shared.items() if i in held}
         self._pinned.clear()
         self._arenas.clear()
         self._start_slots()
@@ -342,9 +427,83 @@ class LayerWeights:
         for future in (*self._first.values(), *self._loading.values()):
             future.result()
         self._reader.shutdown()
-        for experts in self._experts[self.bound] if self.bound is not None else ():
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """No layer is at work."""
+        for experts in self._experts[self._filled] if self._filled is not None else ():
             experts.group = None
-        self.bound = None
+        self.bound = self._filled = None
+
+    # ---- together with other ranks ----------------------------------------------------------------
+
+    def gather_with(self, peers: Peers) -> None:
+        """Read streamed layers together with other ranks within `together`: each reads its part and gets the rest.
+
+        All ranks of the group hold the same range of layers and call it, between passes, after `assign` and `limit`. What
+        one of them streams all stream from now on.
+        """
+        gather = LayerGather(self.store, peers)
+        old = self.residency
+        streamed = gather.union(old.streamed)
+        if not streamed:
+            return
+        resident = tuple(i for i in old.resident if i not in streamed)
+        sharers = self.sharers if self.copier is None else 1
+        kept = sum(-(-self.store.group_bytes(i) // sharers) for i in resident)
+        slots = 2 * gather.padded_bytes(max(self.store.group_bytes(i) for i in streamed))
+        self.gather = gather
+        self._place(Residency(resident, streamed, old.fixed_bytes, kept, slots, old.pinned))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A stretch (a step) in which all ranks of the group bind the same layers in the same order, whether they have rows
+        or not (`pass_by`). Outside of it each reads what it streams by itself. Without a group: nothing.
+
+        Raises:
+            RunFailed: another rank failed in it.
+        """
+        if self.gather is None:
+            yield
+            return
+        gather = self.gather
+        if not self._in_reader(lambda: gather.begin(self._state())):
+            self._forget()
+        self._together = True
+        try:
+            yield
+        except BaseException:
+            self._together = False
+            self._in_reader(lambda: gather.leave(failed=True))
+            raise
+        self._together = False
+        self._in_reader(lambda: gather.leave(failed=False))
+
+    def _in_reader(self, work: Callable[[], T]) -> T:
+        """Have the thread that reads do this, after what it has to read."""
+        return (self._on_device.submit(work) if self._on_device is not None else self._reader.submit(work)).result()
+
+    def _state(self) -> int:
+        """A digest of what decides which layers are asked for next."""
+        holds = self._on_device.holds if self._on_device is not None else sorted(self._slot_of.items())
+        return xxhash.xxh3_64_intdigest(f"{self.bound} {holds}".encode()) >> 1
+
+    def _forget(self) -> None:
+        """Empty the slots."""
+        self._let_go()
+        if self._on_device is not None:
+            self._on_device.forget()
+        for future in self._loading.values():
+            future.result()
+        self._loading.clear()
+        self._slot_of.clear()
+
+    def pass_by(self, layers: Iterable[int]) -> None:
+        """The walk of a rank without rows through these layers: brings what the others bring, for their sake, and computes
+        nothing. Nothing to do where layers are not read together."""
+        if self._together:
+            for i in layers:
+                self.bind(i, fill=False)
 
     # ---- at work --------------------------------------------------------------------------------
 
@@ -356,15 +515,18 @@ class LayerWeights:
         if self.copier is not None:
             self._hold_layers()
             if self.residency.streamed:
-                size = max(self.store.group_bytes(i) for i in self.residency.streamed)
+                size = self._slot_bytes()
                 on_disk = len(self.residency.streamed) > len(self.residency.pinned)
-                self._host_slots = [HostArena(size, self._pin) for _ in range(2)] if on_disk else []
+                self._host_slots = [self._arena(size) for _ in range(2)] if on_disk else []
                 slots = [arena.bytes for arena in self._host_slots]
-                self._on_device = DeviceSlots(self.device, size, self.copier, self._read, slots)
+                self._on_device = DeviceSlots(self.device, size, self.copier, self._read, slots, self.gather)
         elif self.residency.streamed:
-            size = max(self.store.group_bytes(i) for i in self.residency.streamed)
-            self._slots = [aligned_bytes(size) for _ in range(2)]
+            self._slots = [aligned_bytes(self._slot_bytes()) for _ in range(2)]
         self._slot_of: dict[int, int] = {}
+
+    def _slot_bytes(self) -> int:
+        size = max(self.store.group_bytes(i) for i in self.residency.streamed)
+        return size if self.gather is None else self.gather.padded_bytes(size)
 
     def _request(self, i: int, keep: int | None) -> None:
         """Start reading layer i: a resident one for good, when it is first needed; a streamed one into the slot that does
@@ -379,10 +541,13 @@ class LayerWeights:
             del self._slot_of[other]
             self._loading.pop(other)
         self._slot_of[i] = slot
-        self._loading[i] = self._reader.submit(self._read, i, self._slots[slot])
+        load = self.gather.load if self.gather is not None and self._together else self._read
+        self._loading[i] = self._reader.submit(load, i, self._slots[slot])
 
     def _load_for_good(self, i: int) -> PackedGroup:
-        return self._read(i, aligned_bytes(self.store.group_bytes(i), self._pin))
+        if self._maps:
+            return self._mapped_layer(i)
+        return self._read(i, aligned_bytes(self.store.group_bytes(i)))
 
     def _read(self, i: int, into: Tensor) -> PackedGroup:
         with RECORDER.span("load", f"layer {i}", nbytes=self.store.group_bytes(i), lane="read"):
@@ -399,48 +564,66 @@ class LayerWeights:
             return self._packed[i]
         return arrived_from_disk(self._loading[i], i)
 
-    def bind(self, i: int) -> None:
-        """Bring layer i's weights into its modules; nothing to do when it is the one at work."""
-        if self.bound == i:
+    def bind(self, i: int, fill: bool = True) -> None:
+        """Bring layer i's weights into its modules; nothing to do when it is the one at work. Without `fill` only its bytes
+        are brought, as `pass_by` does.
+
+        Raises:
+            UserError: the layer cannot be read, or its file was changed while it is mapped.
+            RunFailed: it is read together with other ranks, and one of them failed.
+        """
+        turned = self.bound != i
+        if not turned and (not fill or self._filled == i):
             return
-        if self._streamed and self.copier is None:
+        if turned and self._streamed and self.copier is None:
             self._outer_map.madvise(mmap.MADV_DONTNEED)  # rows and head of the pass before; memory is short
         before = self.bound
         packed = self.packed(i) if self._on_device is None else self._take(i)
+        if i in self._shared:
+            self._shared[i].check()
+        if fill:
+            self._fill(i, packed)
+        self.bound = i
+        step = 1 if before is None or before < i else -1
+        if self._on_device is not None:
+            self._fetch_ahead(i, step if turned else 0)
+        elif turned and i + step in self.layers:
+            self._request(i + step, i if i in self._slot_of else None)
+
+    def _fill(self, i: int, packed: PackedGroup) -> None:
+        """Dequantise layer i into the place its modules look at."""
         with RECORDER.span("dequantise", f"layer {i}"):
             for fill in self._fills[i]:
                 packed.dequantize_many(fill.names, fill.out)
-        for other in self._experts[before] if before is not None else ():
+        for other in self._experts[self._filled] if self._filled is not None else ():
             other.group = None
         for experts in self._experts[i]:
             experts.group = packed
         torch.autograd.graph.increment_version(self._buffer)
-        self.bound = i
-        step = 1 if before is None or before < i else -1
-        if self._on_device is not None:
-            self._fetch_ahead(i, step)
-        elif i + step in self.layers:
-            self._request(i + step, i if i in self._slot_of else None)
+        self._filled = i
 
     def _take(self, i: int) -> PackedGroup:
         """Layer i's bytes on the device."""
         if i in self._packed:
             return self._packed[i]
         assert self._on_device is not None
-        self._on_device.fetch(i, self._pinned.get(i), () if self.bound is None else (self.bound,))
+        self._on_device.fetch(i, self._pinned.get(i), () if self.bound is None else (self.bound,), self._together)
         return self._on_device.take(i)
 
     def _fetch_ahead(self, i: int, step: int) -> None:
-        """Bring the next streamed layers of the walk: one beside the layer at work, two when that one stays here."""
+        """Bring the next streamed layers of the walk: one beside the layer at work, two when that one stays here. (`step` 0:
+        they have been asked for.)"""
         assert self._on_device is not None
         here = i not in self._packed
         if here:
             self._on_device.done(i)
+        if step == 0:
+            return
         end = self.layers.stop if step > 0 else self.layers.start - 1
         coming = [n for n in range(i + step, end, step) if n not in self._packed]
         coming = coming[: 1 if here else 2]
         for n in coming:
-            self._on_device.fetch(n, self._pinned.get(n), (i, *coming))
+            self._on_device.fetch(n, self._pinned.get(n), (i, *coming), self._together)
 
     @property
     def copied_bytes(self) -> int:

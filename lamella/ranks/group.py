@@ -175,6 +175,11 @@ class Ranks:
         """True on the one rank that writes files and speaks."""
         return self.rank == 0
 
+    @property
+    def patience_s(self) -> float:
+        """How long ranks wait for each other (seconds)."""
+        return self._patience.total_seconds()
+
     def beat(self, step: int | None = None, doing: str = "") -> None:
         """Say what this rank is doing now, and after how many completed steps; microseconds. From the main thread.
 

@@ -18,6 +18,7 @@ from lamella.errors import UserError
 from lamella.kernels import AbsmaxRun, AbsmaxState, dequantize_absmax, dequantize_nf4, dequantize_nf4_run
 from lamella.kernels.layout import ABSMAX_BLOCK
 from lamella.store.manifest import Group, Manifest, TensorRecord, read_manifest
+from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly, verify_store
 
 GroupKey = int | Literal["outer"]
@@ -211,22 +212,48 @@ class Store:
         Raises:
             UserError: the file is shorter than when the store was opened, or cannot be read.
         """
-        group = self._group(i)
-        buffer = torch.empty(group.nbytes, dtype=torch.uint8) if into is None else into[: group.nbytes]
-        assert buffer.dtype == torch.uint8
-        assert buffer.is_contiguous()
-        assert buffer.numel() == group.nbytes
-        assert group.nbytes == 0 or buffer.data_ptr() % 64 == 0, "buffer is not aligned to 64 bytes"
-        file = self.path / group.file
+        nbytes = self.group_bytes(i)
+        packed = self.view(i, torch.empty(nbytes, dtype=torch.uint8) if into is None else into)
+        self.read(i, packed.buffer, 0)
+        return packed
+
+    def read(self, i: GroupKey, into: Tensor, start: int) -> None:
+        """Fill `into` (uint8, contiguous, in host memory) with a group's bytes from byte `start` on, with pread.
+
+        Raises:
+            UserError: the file is shorter than that, or cannot be read.
+        """
+        file = self.path / self._group(i).file
         try:
             fd = os.open(file, os.O_RDONLY)
             try:
-                read_exactly(fd, memoryview(buffer.numpy().data), 0, file)
+                read_exactly(fd, memoryview(into.numpy().data), start, file)
             finally:
                 os.close(fd)
         except OSError as error:
             raise UserError(f"cannot be read: {error.strerror}", fix="check the disk", path=file) from error
-        return PackedGroup(buffer, self._indexes[i], self.manifest.block_size)
+
+    def view(self, i: GroupKey, buffer: Tensor) -> PackedGroup:
+        """A group whose bytes are, or will be, the first of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
+        bytes_ = buffer[: self.group_bytes(i)]
+        assert bytes_.dtype == torch.uint8
+        assert bytes_.is_contiguous()
+        assert bytes_.numel() == self.group_bytes(i)
+        assert bytes_.numel() == 0 or bytes_.data_ptr() % 64 == 0, "buffer is not aligned to 64 bytes"
+        return PackedGroup(bytes_, self._indexes[i], self.manifest.block_size)
+
+    def share(self, i: GroupKey) -> tuple[PackedGroup, SharedFile]:
+        """A group's file mapped read-only: all processes that do so read one copy of it.
+
+        Returns:
+            the group, not to be written to, and the mapping, to bring its pages in and to check that its file is still the
+            one that was mapped.
+
+        Raises:
+            UserError: the file cannot be opened, or is shorter than when the store was opened.
+        """
+        shared = SharedFile(self.path / self._group(i).file, self.group_bytes(i))
+        return self.view(i, shared.bytes), shared
 
     def map(self, i: GroupKey) -> tuple[PackedGroup, mmap.mmap]:
         """A group's file mapped into memory: only pages that are read take room, and the kernel may take them back.

@@ -160,7 +160,8 @@ class SplitRows:
                 group = self._ranks.subgroup(other.ranks)
                 if other is stage and stage.way == "experts":
                     self._engine.divide(stage.ranks, stage.shares, self._ranks.rank, group)
-        self._engine.assign(stage.first, stage.last)
+        here = self.devices[self._ranks.rank].host
+        self._engine.assign(stage.first, stage.last, sum(self.devices[rank].host == here for rank in stage.ranks))
         self._engine.walk.peers = self._ranks
 
     @property
@@ -186,9 +187,10 @@ class SplitRows:
         )  # fmt: skip
 
     def take(self, rows: Sequence[int]) -> RankWork | None:
-        """This rank's work on these rows; None: it has nothing to do."""
+        """This rank's work on these rows; None: it has nothing to do. (Where layers are read together, there is always
+        something: a walk with no rows.)"""
         work = rank_work(self.split, self.plan(rows), self._ranks.rank, rows, self._data.pack)
-        return work if work.tasks else None
+        return work if work.tasks or self._engine.walk.weights.gather is not None else None
 
     def counts(self, work: RankWork | None) -> tuple[int, int]:
         """Tokens and rows of this rank's part."""
