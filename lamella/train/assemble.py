@@ -26,12 +26,10 @@ from lamella.data.batching import StepPlanner
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
 from lamella.engine import Engine
-from lamella.engine.gather import GroupPeers
 from lamella.engine.memory import shape_of
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
-from lamella.plan.split import Split
 from lamella.ranks.group import Ranks
 from lamella.ranks.place import place_of
 from lamella.store.reader import Store
@@ -344,21 +342,6 @@ def _open_engine(config: RunConfig, store: Store, ranks: Ranks) -> Engine:
     )  # fmt: skip
 
 
-def gather_layers(config: RunConfig, engine: Engine, ranks: Ranks, split: Split, fast_peers: bool = False) -> None:
-    """Where `split.gather` says so, or peers are faster than the host, the ranks of a stage that share its rows read its
-    streamed layers together. All ranks call it.
-
-    Args:
-        fast_peers: links between these ranks' devices are faster than those to their hosts.
-    """
-    wanted = config.split.gather == "always" or (config.split.gather == "auto" and fast_peers)
-    groups = [stage.ranks for stage in split.stages if len(stage.ranks) > 1 and stage.way == "tokens"]
-    if wanted and groups:
-        peers = GroupPeers.open(groups, engine.walk.weights.device, ranks.patience_s)
-        if peers is not None:
-            engine.gather_with(peers)
-
-
 def fit_budget(
     engine: Engine, rows: Rows, take: Callable[[Sequence[int]], list[PackedBatch]], most: int = 2000
 ) -> None:
@@ -459,10 +442,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
     layers = {f"{site.key}.lora_{x}": site.layer for site in sites for x in "AB"}
 
     def divide(state: dict[str, Any] | None) -> SplitRows:
-        spread = SplitRows(config, ranks, engine, rows, layers, state)
-        fit_budget(engine, rows, spread.batches)
-        gather_layers(config, engine, ranks, spread.split)
-        return spread
+        return SplitRows(config, ranks, engine, rows, layers, state, lambda take: fit_budget(engine, rows, take))
 
     spreads = Spreads(divide)
     if ranks.world == 1:

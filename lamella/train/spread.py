@@ -7,7 +7,7 @@ same split at every step.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from lamella.console import notice
 from lamella.data.batching import share_rows
 from lamella.engine import Engine
 from lamella.engine.costs import model_cost
+from lamella.engine.gather import GroupPeers
 from lamella.engine.stages import RankWork, rank_work
 from lamella.models.layout import PackedBatch
 from lamella.plan.balance import Balancer
@@ -36,6 +37,9 @@ READ_BYTES_PER_S = 1.5e9
 DEQUANTISE_BYTES_PER_S = 1.0e10
 REACHED = 0.5
 """Share of the matmul rate that training is taken to reach before its speed is measured."""
+
+
+Fit = Callable[[Callable[[Sequence[int]], list[PackedBatch]]], None]
 
 
 class RowSource(Protocol):
@@ -99,14 +103,16 @@ class SplitRows:
 
     Args:
         layer_of: layer that a parameter belongs to.
+        state: a checkpoint's split, taken when it is for as many ranks.
+        fit: makes this rank's micro-batches of any step fit its budget; gets `batches`.
     """
 
     def __init__(
         self, config: RunConfig, ranks: Ranks, engine: Engine, data: TrainData, layer_of: dict[str, int],
-        state: dict[str, Any] | None = None,
+        state: dict[str, Any] | None = None, fit: Fit = lambda take: None,
     ) -> None:  # fmt: skip
         self._config, self._ranks, self._engine, self._data = config, ranks, engine, data
-        self._layer_of = layer_of
+        self._layer_of, self._fit = layer_of, fit
         self.model: ModelCost = model_cost(engine, recompute=engine.recompute != "never")
         self.devices = self._measure()
         self.links = Links(LOCAL, REMOTE)
@@ -163,6 +169,22 @@ class SplitRows:
         here = self.devices[self._ranks.rank].host
         self._engine.assign(stage.first, stage.last, sum(self.devices[rank].host == here for rank in stage.ranks))
         self._engine.walk.peers = self._ranks
+        self._fit(self.batches)
+        self._gather(fast_peers=False)
+
+    def _gather(self, fast_peers: bool) -> None:
+        """Where `split.gather` says so, or peers are faster than the host, the ranks of a stage that share its rows read its
+        streamed layers together. All ranks call it.
+
+        Args:
+            fast_peers: links between these ranks' devices are faster than those to their hosts.
+        """
+        asked = self._config.split.gather
+        groups = [stage.ranks for stage in self.split.stages if len(stage.ranks) > 1 and stage.way == "tokens"]
+        if groups and (asked == "always" or (asked == "auto" and fast_peers)):
+            peers = GroupPeers.open(groups, self._engine.walk.weights.device, self._ranks.patience_s)
+            if peers is not None:
+                self._engine.gather_with(peers)
 
     @property
     def pipelined(self) -> bool:
