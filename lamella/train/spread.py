@@ -7,9 +7,12 @@ same split at every step.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+import torch
 
 from lamella.config import RunConfig
 from lamella.console import notice
@@ -30,9 +33,8 @@ from lamella.plan.work import StepPlan, plan_step
 from lamella.ranks.group import Ranks
 from lamella.train.parts import TrainData
 
-LOCAL = Link(bytes_per_s=2e9, latency_s=50e-6)
-REMOTE = Link(bytes_per_s=110e6, latency_s=300e-6)
-"""Taken for links until they are measured: gloo within a host, gigabit Ethernet between hosts."""
+PROBE_BYTES = 4 << 20
+"""Sent from each rank to the next to measure links."""
 READ_BYTES_PER_S = 1.5e9
 DEQUANTISE_BYTES_PER_S = 1.0e10
 REACHED = 0.5
@@ -115,7 +117,7 @@ class SplitRows:
         self._layer_of, self._fit = layer_of, fit
         self.model: ModelCost = model_cost(engine, recompute=engine.recompute != "never")
         self.devices = self._measure()
-        self.links = Links(LOCAL, REMOTE)
+        self.links = self._measure_links()
         first_rows = self.costs(data.rows_of(0).rows)
         micro = config.train.micro_batch_tokens
         self.choice: Choice | None = None
@@ -156,6 +158,31 @@ class SplitRows:
                    m["memory_bytes"])
             for m in self._ranks.gather(asdict(mine))
         ]  # fmt: skip
+
+    def _measure_links(self) -> Links:
+        """Every rank sends to the next one, all at once, as they do in a step: the links of the ring, and the slowest ones of
+        it for all others within a host and between hosts."""
+        ranks = self._ranks
+        after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+
+        def exchange(nbytes: int) -> float:
+            out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+            ranks.meet("measuring links")
+            start_s = time.perf_counter()
+            pending = [ranks.receive(into, before, nbytes), ranks.send(out, after, nbytes)]
+            for transfer in pending:
+                transfer.wait()
+            return time.perf_counter() - start_s
+
+        exchange(PROBE_BYTES)  # connections are made at first use
+        latency_s = min(exchange(1) for _ in range(3))
+        seconds = max(min(exchange(PROBE_BYTES) for _ in range(2)) - latency_s, 1e-6)
+        found = ranks.gather((PROBE_BYTES / seconds, latency_s))
+        links = {(r, (r + 1) % ranks.world): Link(rate, latency) for r, (rate, latency) in enumerate(found)}
+        within = [link for (a, b), link in links.items() if self.devices[a].host == self.devices[b].host]
+        across = [link for (a, b), link in links.items() if self.devices[a].host != self.devices[b].host]
+        slow = [min(group or list(links.values()), key=lambda link: link.bytes_per_s) for group in (within, across)]
+        return Links(slow[0], slow[1], links)
 
     def _settle(self) -> None:
         """Hold this stage's layers, and make the groups that its ranks add gradients up in."""
