@@ -22,6 +22,7 @@ from lamella.checkpoint.facts import is_router, num_active_experts, num_routed_e
 from lamella.config import LoraConfig
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
+from lamella.models.pieces import Cut
 from lamella.models.skeleton import Skeleton
 
 PagesIn = Callable[[int], Path | None]
@@ -98,7 +99,8 @@ def _candidates(skeleton: Skeleton) -> list[_Candidate]:
             elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
                 for order, (name, p) in enumerate(module.named_parameters(recurse=False)):
                     if p.dim() == 3:
-                        e, rows, columns = p.shape
+                        _, rows, columns = p.shape
+                        e = int(module.num_experts)  # a rank may hold a part of them
                         inputs, outputs = (rows, columns) if module.is_transposed else (columns, rows)
                         found.append(_Candidate(i, path, name, inputs, outputs, e, order))
     return found
@@ -252,10 +254,21 @@ class Adapter:
     def pair(self, key: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self._parameters[f"{key}.lora_A"], self._parameters[f"{key}.lora_B"]
 
-    def add_gradient(self, name: str, grad: Tensor) -> None:
-        """Add to a master's gradient (fp32; made when there is none yet)."""
+    def add_gradient(self, name: str, grad: Tensor | None, cut: Cut | None = None) -> None:
+        """Add to a master's gradient (fp32; made when there is none yet).
+
+        Args:
+            grad: None: nothing, but see that there is a gradient.
+            cut: the part of the master that `grad` belongs to; None: all of it.
+        """
         master = self._parameters[name]
-        if master.grad is not None:
+        if cut is not None or grad is None:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master) if self.pages is None else self.pages.view(name, "grad").zero_()
+            if grad is not None:
+                there = master.grad if cut is None else cut.of(master.grad)
+                there += grad.to(master.device)
+        elif master.grad is not None:
             master.grad += grad.to(master.device)
         elif self.pages is None:
             master.grad = torch.empty_like(master).copy_(grad)  # in the master's layout

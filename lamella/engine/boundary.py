@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lamella.adapter import Adapter
 from lamella.engine.device import Copier, HostArena
+from lamella.models.pieces import Cut
 
 Key = tuple[int, int]
 """Layer and number of the micro-batch."""
@@ -169,10 +170,14 @@ class GradientSums:
     Args:
         copier: orders copies to the host where masters are not on the device; None: gradients are added at once.
         pin: page-lock host memory.
+
+    Attributes:
+        cuts: parameter -> the part of it that is summed here, where a rank holds no more.
     """
 
     def __init__(self, copier: Copier | None, pin: bool = False) -> None:
         self._copier, self._pin = copier, pin
+        self.cuts: dict[str, Cut] = {}
         self._sums: dict[str, Tensor] = {}
         self._arenas: dict[str, HostArena] = {}
         self._sent: list[tuple[str, Tensor, Any]] = []
@@ -189,7 +194,7 @@ class GradientSums:
     def add(self, adapter: Adapter, name: str, grad: Tensor) -> None:
         """Add a gradient of the parameter `name`."""
         if self._copier is None:
-            adapter.add_gradient(name, grad)
+            adapter.add_gradient(name, grad, self.cuts.get(name))
         elif name in self._sums:
             self._sums[name].add_(grad)
         else:
@@ -217,7 +222,7 @@ class GradientSums:
         for name, host, mark in self._sent:
             assert self._copier is not None
             self._copier.finish(mark)
-            adapter.add_gradient(name, host)
+            adapter.add_gradient(name, host, self.cuts.get(name))
         self._sent.clear()
         if self._copier is not None:
             for _, mark in self._leaving:

@@ -27,6 +27,7 @@ from lamella.hardware.memory import memory_limit_bytes
 from lamella.kernels import backend, cuda_backend, rows
 from lamella.models import attention, experts
 from lamella.models.attention import KVCache
+from lamella.models.divided import Group, divide
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.skeleton import Skeleton, load_config
 from lamella.store.reader import Store
@@ -168,6 +169,32 @@ class Engine:
         self.walk.attach(adapter)
         self._flops = FlopCounter(self.skeleton, adapter.sites.values() if adapter is not None else ())
 
+    def divide(self, group: Group | None, shares: Sequence[float] = ()) -> None:
+        """Hold and compute a part of every layer from now on, with the other ranks of a group.
+
+        All ranks of the group divide at the same time and then take the same steps (and evaluate the same batches). What
+        all of them find alike (loss, label tokens, balancing loss) counts where a task `speaks`: in a step of plain
+        batches on the group's first rank. Each rank's gradients are its part of the sum over the group, zero where others
+        hold the weight.
+
+        Args:
+            group: this rank's; None: undo.
+            shares: of the work, one for each rank of the group.
+
+        Raises:
+            UserError: shares that are not one positive or zero number for each rank.
+        """
+        if self.walk.division is not None:
+            self.walk.division.undo()
+        division = None
+        if group is not None:
+            if len(shares) != group.size or min(shares) < 0 or not sum(shares) > 0:
+                raise UserError(f"split.shares {list(shares)} do not fit a group of {group.size} ranks",
+                                fix="give one share for each rank, none below 0 and not all 0")  # fmt: skip
+            division = divide(self.skeleton.layers, self.skeleton.prefix, group, shares)
+        self.walk.weights.divide({} if division is None else division.cuts, () if division is None else division.absent)
+        self.walk.divide(division)
+
     def fit(self, lengths: Sequence[Sequence[int]], positions: Sequence[int]) -> MemoryPlan | None:
         """Make steps of these micro-batches fit the budget (as `memory.predict` takes them), or refuse before the first.
 
@@ -184,7 +211,7 @@ class Engine:
             return None
         plan = predict(self.walk, lengths, positions, kept=self.recompute == "never", imports_bytes=0,
                        state_on_disk=self.adapter.pages is not None, tuned_heap=is_tuned())  # fmt: skip
-        sizes = [self.store.group_bytes(i) for i in weights.layers]
+        sizes = weights.layer_bytes()
         fixed = weights.residency.fixed_bytes
         self.plan = plan
         aside = plan.beyond_program_bytes - weights.residency.total_bytes
@@ -229,7 +256,9 @@ class Engine:
         if self.skeleton.dtype == torch.float16:
             raise UserError("compute.dtype fp16 cannot train: its gradients underflow without loss scaling",
                             fix="use bf16 or fp32")  # fmt: skip
-        work = given if isinstance(given, RankWork) else whole_work(given, len(self.skeleton.layers))
+        division = self.walk.division
+        speaks = division is None or division.first
+        work = given if isinstance(given, RankWork) else whole_work(given, len(self.skeleton.layers), speaks)
         weights = self.walk.weights
         nothing = not isinstance(given, RankWork) and not given
         if nothing and self.walk.adapter is not None:
@@ -246,8 +275,11 @@ class Engine:
             )  # fmt: skip
         layers = range(work.first, work.last)
         recomputed = range(max(self._flops.first, work.first), work.last) if self.walk.steps_recomputed > again else ()
-        batches = [task.batch for task in work.tasks if task.speaks]
-        return replace(out, flops=self._flops.step(batches, recomputed, layers).total)
+        batches = [task.batch for task in work.tasks if task.speaks or division is not None]
+        flops = self._flops.step(batches, recomputed, layers).total
+        if division is None:
+            return replace(out, flops=flops)
+        return replace(out, flops=flops * division.share, aux=out.aux if division.first else 0.0)
 
     def evaluate(self, work: RankWork) -> float:
         """Summed cross-entropy over the label tokens of the micro-batches whose last stage is this rank's, forward only."""
@@ -351,8 +383,17 @@ class Engine:
             "predicted_bytes": self.plan.beyond_program_bytes if self.plan is not None else None,
             "recompute": self.recompute, "steps_kept": self.walk.steps_kept,
             "steps_recomputed": self.walk.steps_recomputed, "saved_bytes_per_token_and_layer": self.walk.saved_bytes_per_token,
+            "split": self._split_facts(),
             "tie_word_embeddings": self.store.manifest.tie_word_embeddings,
         }  # fmt: skip
+
+    def _split_facts(self) -> dict[str, Any] | None:
+        """How layers are divided among ranks, and what of their packed bytes this rank reads."""
+        weights = self.walk.weights
+        if self.walk.division is None:
+            return None
+        whole = sum(self.store.group_bytes(i) for i in weights.layers)
+        return {**self.walk.division.facts(), "layer_bytes_read": sum(weights.layer_bytes()), "layer_bytes": whole}
 
     def close(self) -> None:
         self.walk.weights.close()

@@ -14,6 +14,7 @@ Elementwise work, softmax, dequantising, filler rows and what a kernel recompute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from lamella.adapter import SiteSpec
 from lamella.models.layout import PackedBatch
+from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
 
 
@@ -86,6 +88,14 @@ def visible_pairs(batch: PackedBatch, window: int | None) -> int:
     return int((seen_T if window is None else seen_T.clamp(max=window)).sum())
 
 
+def _numel(layer: nn.Module, name: str, p: nn.Parameter) -> int:
+    """Of one matrix in the model, whatever part of it a rank holds."""
+    if p.dim() == 3:
+        return math.prod(p.shape[1:])
+    module = layer.get_submodule(name) if name in dict(layer.named_modules()) else None
+    return module.in_features * module.out_features if isinstance(module, FrozenLinear) else p.numel()
+
+
 class FlopCounter:
     """Counts the FLOPs of a model's steps.
 
@@ -131,7 +141,7 @@ class FlopCounter:
                     times = per_token if p.dim() == 3 else 1
                     rank = 0 if site is None else site.rank * times
                     inputs, outputs = (0, 0) if site is None else (site.inputs, site.outputs)
-                    macs = p.numel() // (p.shape[0] if p.dim() == 3 else 1) * times
+                    macs = _numel(layer, name, p) * times
                     module = layer.get_submodule(owner)
                     if last and hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
                         found.cores.append(self._core(module, inside))

@@ -66,9 +66,9 @@ class RankWork:
         return [task for group in self.groups for task in group]
 
 
-def whole_work(batches: Sequence[PackedBatch], layers: int) -> RankWork:
+def whole_work(batches: Sequence[PackedBatch], layers: int, speaks: bool = True) -> RankWork:
     """All layers on these micro-batches, as one group."""
-    tasks = tuple(Task(batch, number) for number, batch in enumerate(batches))
+    tasks = tuple(Task(batch, number, speaks=speaks) for number, batch in enumerate(batches))
     return RankWork(0, layers, (Action("F", 0), Action("B", 0)), (tasks,))
 
 

@@ -178,7 +178,8 @@ class StepRun:
         walk.boundaries.clear()
         walk.gradients.clear()
         trained = work.last - max(self.first_trained, work.first)
-        self.keep = walk.keeps([task.batch.tokens for task in work.tasks], self.keep_bytes, max(trained, 0))
+        tokens = [task.batch.tokens for task in work.tasks]
+        self.keep = walk.agreed(walk.keeps(tokens, self.keep_bytes, max(trained, 0)))
         for at, action in enumerate(work.actions):
             for coming in work.actions[at : at + AHEAD]:
                 self._expect(coming.kind, coming.group)
@@ -250,7 +251,7 @@ class StepRun:
         self.walk.measure_saved(item, layer)
         trained = self.work.last - max(self.first_trained, self.work.first)
         tokens = [task.batch.tokens for task in self.work.tasks]
-        return bool(self.walk.keeps(tokens, self.keep_bytes, trained))
+        return bool(self.walk.agreed(bool(self.walk.keeps(tokens, self.keep_bytes, trained))))
 
     def _hand_on(self, p: _Passing) -> None:
         """To the next stage, or to the head for loss and gradient."""

@@ -14,7 +14,8 @@ Shape suffixes: T tokens, H hidden, N scored pairs, V vocabulary, S sequences, E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.kernels import rows
 from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
+from lamella.models.divided import Division
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
+from lamella.models.pieces import Cut
 from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
 LOGITS_BYTES = 64 << 20
@@ -91,10 +94,12 @@ class Walk:
     ) -> None:
         self.skeleton, self.weights, self.seed = skeleton, weights, seed
         self.adapter: Adapter | None = None
+        self.division: Division | None = None
         self.peers: Peers | None = None
         self.pace = Pace()
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
         self._sites: dict[int, list[SiteSpec]] = {}
+        self._hits: dict[str, Tensor] = {}
         self.saved_bytes_per_token: float | None = None
         self.logits_bytes = LOGITS_BYTES
         self.steps_kept = self.steps_recomputed = 0
@@ -135,24 +140,48 @@ class Walk:
         self.adapter = adapter
         self.leaves = {}
         self._sites = {}
+        self._hits = {}
+        self.gradients.cuts.clear()
         if adapter is not None:
             for site in adapter.sites.values():
                 self._sites.setdefault(site.layer, []).append(site)
+                held = self._held(site)
+                if held is not None:
+                    named = zip("AB", held, strict=True)
+                    self.gradients.cuts.update({f"{site.key}.lora_{x}": cut for x, cut in named if cut is not None})
                 if site.parameter is not None:
                     owner = self._owner(site)
                     owner.__dict__.setdefault("lamella_lora", {})
-                    owner.__dict__["lamella_hits"] = torch.zeros(
-                        int(site.experts or 0), dtype=torch.int64, device=self.weights.device
-                    )  # fmt: skip
+                    hits = torch.zeros(int(site.experts or 0), dtype=torch.int64, device=self.weights.device)
+                    self._hits[site.key.rpartition(".")[0]] = hits
+                    cut = held[0] if held is not None else None
+                    owner.__dict__["lamella_hits"] = hits if cut is None else cut.of(hits)
+
+    def divide(self, division: Division | None) -> None:
+        """Drive a rank's part of every layer from now on (its modules and weights are divided already); None: all of it."""
+        self.unhang_all()
+        self.division = division
+        self.saved_bytes_per_token = None
+        self.attach(self.adapter)
+
+    def _held(self, site: SiteSpec) -> tuple[Cut | None, Cut | None] | None:
+        """Parts of a pair's A and B on this rank; None where its weight is whole."""
+        return None if self.division is None else self.division.site_cuts(site.key, site.parameter)
+
+    def _counts(self, site: SiteSpec) -> bool:
+        """Whether this rank's gradient of a pair is a part of its sum: what all ranks compute alike counts on the first."""
+        return self.division is None or self.division.first or self._held(site) is not None
+
+    def agreed(self, keep: bool | None) -> bool | None:
+        """Whether activations are kept, alike in all ranks of a divided group: not unless all can; None: to be measured."""
+        if self.division is None:
+            return keep
+        order = (False, None, True)
+        return order[self.division.group.least(order.index(keep))]
 
     def expert_hits(self) -> dict[str, list[int]]:
-        """Tokens each adapted expert module has seen so far: module name -> count per expert."""
-        hits = {}
-        if self.adapter is not None:
-            for site in self.adapter.sites.values():
-                if site.parameter is not None:
-                    hits[site.key.rpartition(".")[0]] = self._owner(site).__dict__["lamella_hits"].tolist()
-        return hits
+        """Tokens each adapted expert module has seen so far: module name -> count per expert (zero for another rank's)."""
+        return {name: hits.tolist() for name, hits in self._hits.items()}
 
     def hang(self, layer: int, grad: bool) -> None:
         """Hang compute-dtype leaves of a layer's masters into its modules, unless they are there (of a kept graph)."""
@@ -161,11 +190,14 @@ class Walk:
             if site.key in self.leaves:
                 continue
             assert self.adapter is not None
+            held = self._held(site) or (None, None)
             a, b = (
-                p.detach().to(device, self.skeleton.dtype).requires_grad_(grad) for p in self.adapter.pair(site.key)
+                (p.detach() if cut is None else cut.of(p.detach())).to(device, self.skeleton.dtype).requires_grad_(grad)
+                for p, cut in zip(self.adapter.pair(site.key), held, strict=True)
             )
             self.leaves[site.key] = (a, b)
-            hung = LoraSite(a, b, site.scale, self.adapter.dropout if grad else 0.0, site.index)
+            inputs = held[0] if site.parameter is None else None
+            hung = LoraSite(a, b, site.scale, self.adapter.dropout if grad else 0.0, site.index, inputs)
             owner = self._owner(site)
             if site.parameter is None:
                 assert isinstance(owner, FrozenLinear)
@@ -273,7 +305,8 @@ class Walk:
 
         def run() -> tuple[Tensor, list[Tensor]]:
             before = [hits.clone() for hits in counts]
-            out, _ = self._run(item, layer, hidden)
+            with nullcontext() if self.division is None else self.division.alone():
+                out, _ = self._run(item, layer, hidden)
             for hits, old in zip(counts, before, strict=True):
                 hits.copy_(old)
             return out, [hidden, *leaves]
@@ -286,7 +319,7 @@ class Walk:
         hidden = torch.zeros(1, positions + 1, int(self.skeleton.config.hidden_size), dtype=self.skeleton.dtype,
                              device=self.weights.device)  # fmt: skip
         item = Item(batch, AttentionLayout(batch), hidden, [], None)
-        return lambda: self.loss_and_gradient(item, positions)[1]
+        return lambda: self._whole_loss_and_gradient(item, positions)[1]
 
     def head_chunk_rows(self) -> int:
         """Most positions whose logits are alive at once in a step."""
@@ -346,7 +379,25 @@ class Walk:
         return total, grad_TH[None]
 
     def loss_and_gradient(self, item: Item, label_tokens: int) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H]."""
+        """Summed cross-entropy (fp64) and the gradient of sum / label_tokens at the last boundary [1, T, H].
+
+        In a divided group each rank takes its share of the positions.
+        """
+        if self.division is None:
+            return self._whole_loss_and_gradient(item, label_tokens)
+        a, b = self.division.range_of(item.batch.score_tokens.numel())
+        total = torch.zeros((), dtype=torch.float64, device=item.hidden.device)
+        gradient = torch.zeros_like(item.hidden)
+        if b > a:
+            batch = replace(
+                item.batch, score_positions=item.batch.score_positions[a:b], score_tokens=item.batch.score_tokens[a:b]
+            )
+            total, gradient = self._whole_loss_and_gradient(replace(item, batch=batch), label_tokens)
+        (total,) = self.division.summed([total], "loss")
+        (gradient,) = self.division.summed([gradient], "head")
+        return total, gradient
+
+    def _whole_loss_and_gradient(self, item: Item, label_tokens: int) -> tuple[Tensor, Tensor]:
         if self.head_weight is not None:
             return vocabulary_loss(self.skeleton, self.head_weight, item.hidden[0], item.batch, label_tokens)
         head = self._plain_head()
@@ -454,6 +505,9 @@ class Walk:
         grad_in = found.pop(0) if needs_input else grad_out
         for site, a, b in zip(sites, found[::2], found[1::2], strict=True):
             for x, grad in (("A", a), ("B", b)):
-                if grad is not None:
-                    self.gradients.add(self.adapter, f"{site.key}.lora_{x}", grad)
+                name = f"{site.key}.lora_{x}"
+                if grad is not None and not self._counts(site):
+                    self.adapter.add_gradient(name, None)
+                elif grad is not None:
+                    self.gradients.add(self.adapter, name, grad)
         return grad_in

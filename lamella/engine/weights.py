@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,11 +39,12 @@ from lamella.engine.device import (
     plan_placement,
 )
 from lamella.engine.gather import LayerGather, Peers
+from lamella.engine.parts import Held, covers, held_of, ranges_of
 from lamella.errors import UserError
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
-from lamella.models.pieces import ParamPlan
+from lamella.models.pieces import Cut, ParamPlan
 from lamella.models.skeleton import Skeleton
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
@@ -69,10 +70,19 @@ def aligned_bytes(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fill:
-    """Dequantise these stored tensors, one after the other, into `out`."""
+    """Dequantise these stored tensors, one after the other, into `out`; or a part of one, of whole blocks."""
 
     names: tuple[str, ...]
     out: Tensor
+    part: Cut | None = None
+
+    def run(self, packed: PackedGroup) -> None:
+        if self.part is None:
+            packed.dequantize_many(self.names, self.out)
+        elif self.part.dim:
+            packed.dequantize_columns(self.names[0], self.part.first, self.part.last, self.out)
+        else:
+            packed.dequantize_slice(self.names[0], self.part.first * self.out[0].numel(), self.out)
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,9 @@ class LayerWeights:
         self._filled: int | None = None
         self.gather: LayerGather | None = None
         self._together = False
+        self.cuts: dict[str, Cut] = {}
+        self._absent: frozenset[str] = frozenset()
+        self._small: dict[str, Tensor] = {}
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
         self.plans = plan_binding(skeleton, shapes, str(store.path))
         self._stored_dtypes = {
@@ -191,10 +204,7 @@ class LayerWeights:
         layers = len(skeleton.layers)
         # On a device weights are copied to slots that the next copy may overwrite: they must leave at once.
         self._may_stay_packed = device.type == "cpu" and copier is None
-        self._buffer = torch.empty(
-            max((self._quantised_numel(by_layer.get(i, [])) for i in range(layers)), default=0),
-            dtype=skeleton.dtype, device=device,
-        )  # fmt: skip
+        self._buffer = self._new_buffer()
         cuda = device.type == "cuda"
         self._registrar = CudaRegistrar() if registrar is None and cuda else registrar
         self.ranks_here = ranks_here
@@ -213,12 +223,9 @@ class LayerWeights:
         self._shared: dict[int, SharedFile] = {}
         self._arenas: list[HostArena | PageLock] = []
         self._bind_outer()
-        self._fills: list[list[Fill]] = []
-        self._experts: list[list[ExpertBytes]] = []
         for i in range(layers):
-            small = read_raw(self.store, i)
-            self._fills.append(self._bind_layer(by_layer.get(i, []), small))
-            self._experts.append(self._bind_experts(by_layer.get(i, [])))
+            self._hold_small(by_layer.get(i, []), read_raw(self.store, i))
+        self._bind_layers()
         self._on_device: DeviceSlots | None = None
         self._start_slots()
 
@@ -233,7 +240,8 @@ class LayerWeights:
         return sharers, SHARED
 
     def _plan(self, fixed: int, budget_bytes: int | None, host_bytes: int | None) -> Residency:
-        first, sizes = self.layers.start, [self.store.group_bytes(i) for i in self.layers]
+        first, sizes = self.layers.start, self.layer_bytes()
+        self._budget = budget_bytes
         if self.copier is None:
             return plan_residency(sizes, fixed, budget_bytes, first, self.sharers)
         if host_bytes is None:
@@ -253,7 +261,28 @@ class LayerWeights:
 
     def _quantised_numel(self, plans: list[ParamPlan]) -> int:
         wanted = [p for p in plans if self._is_quantised(p) and not self._stays_packed(p)]
-        return sum(_padded(torch.Size(p.shape).numel()) for p in wanted)
+        return sum(_padded(torch.Size(self._held(p).shape).numel()) for p in wanted)
+
+    def _new_buffer(self) -> Tensor:
+        layers = range(len(self.skeleton.layers))
+        numel = max((self._quantised_numel(self._by_layer.get(i, [])) for i in layers), default=0)
+        return torch.empty(numel, dtype=self.skeleton.dtype, device=self.device)
+
+    def _held(self, plan: ParamPlan) -> Held:
+        return held_of(plan, self.cuts.get(plan.name), self.store.manifest.block_size)
+
+    def _ranges(self, i: int) -> list[tuple[int, int]] | None:
+        """(offset, bytes) of what of layer i's file is read; None: all of it."""
+        plans = self._by_layer.get(i, [])
+        if self.copier is not None or self._maps or not any(p.name in self.cuts for p in plans):
+            return None
+        wanted = [(plan, self._held(plan) if self._is_quantised(plan) else None) for plan in plans]
+        return ranges_of(wanted, {r.name: r for r in self.store.records(i)})
+
+    def layer_bytes(self) -> list[int]:
+        """Packed bytes of each of these layers that are read here."""
+        found = [(self.store.group_bytes(i), self._ranges(i)) for i in self.layers]
+        return [size if ranges is None else sum(n for _, n in ranges) for size, ranges in found]
 
     def _owner(self, plan: ParamPlan) -> tuple[nn.Module, str]:
         """Module that holds a layer's parameter, and its name there."""
@@ -357,23 +386,41 @@ class LayerWeights:
         self._shared[i].populate()
         return packed
 
-    def _bind_layer(self, plans: list[ParamPlan], small: dict[str, Tensor]) -> list[Fill]:
+    def _hold_small(self, plans: list[ParamPlan], stored: dict[str, Tensor]) -> None:
+        """Keep a layer's unquantised tensors, whole."""
+        for plan in plans:
+            if not self._is_quantised(plan):
+                whole = torch.empty(plan.shape, dtype=self._dtype_of(plan.name), device=self.device)
+                for piece in plan.pieces:
+                    piece.view(whole).copy_(stored[piece.source])
+                self._small[plan.name] = whole
+
+    def _bind_layers(self) -> None:
+        self._fills: list[list[Fill]] = []
+        self._experts: list[list[ExpertBytes]] = []
+        for i in range(len(self.skeleton.layers)):
+            plans = self._by_layer.get(i, [])
+            self._fills.append(self._bind_layer(plans))
+            self._experts.append(self._bind_experts(plans))
+
+    def _bind_layer(self, plans: list[ParamPlan]) -> list[Fill]:
         fills, offset = [], 0
         for plan in plans:
             module, key = self._owner(plan)
+            cut = self.cuts.get(plan.name)
             if self._stays_packed(plan):
                 continue
             if self._is_quantised(plan):
-                numel = torch.Size(plan.shape).numel()
-                view = self._buffer[offset : offset + numel].view(plan.shape)
+                held = self._held(plan)
+                numel = torch.Size(held.shape).numel()
+                view = self._buffer[offset : offset + numel].view(held.shape)
                 offset += _padded(numel)
-                pieces = sorted(plan.pieces, key=lambda p: p.at)
-                fills.append(Fill(tuple(p.source for p in pieces), view))
+                if numel:
+                    fills.append(Fill(held.names, view, held.part))
+                cut = held.cut
             else:
-                view = torch.empty(plan.shape, dtype=self._dtype_of(plan.name), device=self.device)
-                for piece in plan.pieces:
-                    piece.view(view).copy_(small[piece.source])
-            _set(module, key, view)
+                view = self._small[plan.name]
+            _set(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
         return fills
 
     def _bind_experts(self, plans: list[ParamPlan]) -> list[ExpertBytes]:
@@ -385,7 +432,7 @@ class LayerWeights:
                 by_module.setdefault(id(module), (module, {}))[1][key] = plan
         found = []
         for module, named in by_module.values():
-            module.__dict__["lamella_packed"] = ExpertBytes(named)
+            module.__dict__["lamella_packed"] = ExpertBytes(named, self.cuts.get(next(iter(named.values())).name))
             found.append(module.__dict__["lamella_packed"])
         return found
 
@@ -401,6 +448,27 @@ class LayerWeights:
         if sharers is not None and self._maps:
             self.sharers = max(sharers, 1)
         self._place(self._plan(self.residency.fixed_bytes, budget_bytes, self._host_bytes))
+
+    def divide(self, cuts: Mapping[str, Cut], absent: Collection[str] = ()) -> None:
+        """Between passes: hold only parts of some parameters from now on; what was read is read again. As with `assign`,
+        layers are read together with nobody until `gather_with` is called again.
+
+        On a CPU only the parts' bytes are read (of a shared map: all); on a device whole layers are copied, and parts of
+        them dequantised.
+
+        Args:
+            cuts: full parameter name -> its part; no cuts: everything.
+            absent: parameters (biases) that are None in their modules.
+        """
+        self._stop_slots()
+        self.gather = None
+        self.cuts, self._absent = dict(cuts), frozenset(absent)
+        fixed = self.residency.fixed_bytes - self._buffer.nbytes
+        self._buffer = self._new_buffer()
+        self._bind_layers()
+        self._packed.clear()
+        self._shared.clear()
+        self._place(self._plan(fixed + self._buffer.nbytes, self._budget, self._host_bytes))
 
     def _place(self, residency: Residency) -> None:
         """Between passes: hold these layers and stream the others."""
@@ -550,8 +618,10 @@ class LayerWeights:
         return self._read(i, aligned_bytes(self.store.group_bytes(i)))
 
     def _read(self, i: int, into: Tensor) -> PackedGroup:
-        with RECORDER.span("load", f"layer {i}", nbytes=self.store.group_bytes(i), lane="read"):
-            return self.store.load(i, into)
+        ranges = self._ranges(i)
+        nbytes = self.store.group_bytes(i) if ranges is None else sum(n for _, n in ranges)
+        with RECORDER.span("load", f"layer {i}", nbytes=nbytes, lane="read"):
+            return self.store.load(i, into) if ranges is None else self.store.load_ranges(i, into, ranges)
 
     def packed(self, i: int) -> PackedGroup:
         """Layer i's bytes, read now if they are not here; the next layer of the walk is read ahead."""
@@ -594,7 +664,7 @@ class LayerWeights:
         """Dequantise layer i into the place its modules look at."""
         with RECORDER.span("dequantise", f"layer {i}"):
             for fill in self._fills[i]:
-                packed.dequantize_many(fill.names, fill.out)
+                fill.run(packed)
         for other in self._experts[self._filled] if self._filled is not None else ():
             other.group = None
         for experts in self._experts[i]:
@@ -639,9 +709,10 @@ class LayerWeights:
         """
         digest = xxhash.xxh3_128()
         for i in sorted((*self.residency.resident, *self.residency.pinned)):
-            held = self._packed.get(i) or self._pinned.get(i)
+            held, ranges = self._packed.get(i) or self._pinned.get(i), self._ranges(i)
             for record in self.store.records(i):
-                now = _checksum_in(held.buffer, record) if held is not None else record.checksum
+                read = ranges is None or covers(ranges, record)
+                now = _checksum_in(held.buffer, record) if held is not None and read else record.checksum
                 digest.update(now.encode())
         for record in self.store.records("outer"):
             if record.name in self._mapped:
@@ -654,8 +725,7 @@ class LayerWeights:
                     continue
                 bound = outer[plan.name]
             elif not self._is_quantised(plan):
-                module, key = self._owner(plan)
-                bound = {**module._parameters, **module._buffers}[key]
+                bound = self._small[plan.name]
             else:
                 continue
             digest.update(bound.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -687,9 +757,9 @@ def _padded(numel: int) -> int:
     return -(-numel // 64) * 64
 
 
-def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
+def _set(module: nn.Module, key: str, tensor: Tensor | None) -> None:
     if key in module._parameters:
-        module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+        module._parameters[key] = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[key] = tensor
 

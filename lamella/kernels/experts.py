@@ -73,7 +73,7 @@ def _library() -> ctypes.CDLL:
     lib = load(build.find() or build.build())
     for function in (lib.lamella_experts_forward, lib.lamella_experts_backward):
         function.argtypes = [ctypes.POINTER(_Job)]
-    lib.lamella_experts_route.argtypes = [*[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 4]
+    lib.lamella_experts_route.argtypes = [*[c_void_p] * 2, *[c_int64] * 5, *[c_void_p] * 4]
     lib.lamella_experts_combine.argtypes = [*[c_void_p] * 4, *[c_int64] * 3, ctypes.c_int]
     return lib
 
@@ -115,12 +115,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens sorted by expert: S = T K rows.
+    """Tokens sorted by expert: S = T K rows, fewer where some experts are another rank's.
 
     Attributes:
         offsets_E: int32 [E + 1], first row of each expert.
         token_S: int32 [S], token of each row.
-        slot_TK: int32 [T, K], row of each (token, choice).
+        slot_TK: int32 [T, K], row of each (token, choice), or -1.
         weight_S: fp32 [S], routing weight of each row.
     """
 
@@ -130,28 +130,35 @@ class Routing:
     weight_S: Tensor
 
 
-def sort_by_expert(index_TK: Tensor, weight_TK: Tensor, experts: int) -> Routing:
+def sort_by_expert(
+    index_TK: Tensor, weight_TK: Tensor, experts: int, first: int = 0, total: int | None = None
+) -> Routing:
     """Stable counting sort of a router's choices.
 
     Args:
         index_TK: int64 [T, K], contiguous.
         weight_TK: fp32 [T, K], contiguous.
+        experts, first: rows are made for `experts` experts from `first` on; choices of others get none.
+        total: how many the router chooses from; None: `first + experts`.
     """
     assert index_TK.dtype == torch.int64
     assert index_TK.is_contiguous()
     assert weight_TK.dtype == torch.float32
     assert weight_TK.is_contiguous()
+    total = first + experts if total is None else total
     tokens, per_token = index_TK.shape
-    routing = Routing(
-        torch.empty(experts + 1, dtype=torch.int32), torch.empty(index_TK.numel(), dtype=torch.int32),
-        torch.empty(tokens, per_token, dtype=torch.int32), torch.empty(index_TK.numel(), dtype=torch.float32),
-    )  # fmt: skip
-    out = (routing.offsets_E, routing.token_S, routing.slot_TK, routing.weight_S)
+    offsets_E, token_S = torch.empty(experts + 1, dtype=torch.int32), torch.empty(index_TK.numel(), dtype=torch.int32)
+    slot_TK, weight_S = (
+        torch.empty(tokens, per_token, dtype=torch.int32),
+        torch.empty(index_TK.numel(), dtype=torch.float32),
+    )
     if _library().lamella_experts_route(
-        index_TK.data_ptr(), weight_TK.data_ptr(), index_TK.numel(), per_token, experts, *(t.data_ptr() for t in out)
-    ):
-        raise IndexError(f"router chose an expert outside 0 .. {experts - 1}")
-    return routing
+        index_TK.data_ptr(), weight_TK.data_ptr(), index_TK.numel(), per_token, first, experts, total,
+        *(t.data_ptr() for t in (offsets_E, token_S, slot_TK, weight_S)),
+    ):  # fmt: skip
+        raise IndexError(f"router chose an expert outside 0 .. {total - 1}")
+    rows = int(offsets_E[-1])
+    return Routing(offsets_E, token_S[:rows], slot_TK, weight_S[:rows])
 
 
 def _pointer(t: Tensor | None) -> int | None:
@@ -259,7 +266,8 @@ def backward(
 
 
 def combine(y_SH: Tensor, slot_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """out[t] = sum over k of weight[t, k] (or 1) * y[slot[t, k]], summed in fp32 in the order of k; bf16 [T, H]."""
+    """out[t] = sum over k of weight[t, k] (or 1) * y[slot[t, k]], slots of -1 left out; summed in fp32 in the order of k;
+    bf16 [T, H]."""
     assert slot_TK.dtype == torch.int32
     out_TH = y_SH.new_empty(slot_TK.shape[0], y_SH.shape[1])
     _library().lamella_experts_combine(

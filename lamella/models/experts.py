@@ -20,8 +20,10 @@ from transformers.integrations.moe import ExpertsInterface
 from lamella import kernels
 from lamella.errors import UserError
 from lamella.models import experts_cpu
+from lamella.models.divided import ExpertPart, nothing
 from lamella.models.linear import DropoutClock, LoraSite
 from lamella.models.packed import ExpertBytes, ExpertParameter
+from lamella.models.pieces import Cut
 
 NAME = "lamella"
 PAD_ROWS = 16
@@ -93,11 +95,15 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Weighted sum of each token's experts: out[t] = sum_k weights[t, k] * y[slot of (t, k)], summed in fp32."""
+    """Weighted sum of each token's experts: out[t] = sum_k weights[t, k] * y[slot of (t, k)], summed in fp32.
+
+    `gaps`: some slots are -1; their weights are zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y_SH: Tensor, weights_TK: Tensor, slot_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_SH: Tensor, weights_TK: Tensor, slot_TK: Tensor, gaps: bool) -> Tensor:
         ctx.save_for_backward(y_SH, weights_TK, slot_TK)
+        ctx.gaps = gaps
         out_TH = y_SH.new_zeros(weights_TK.shape[0], y_SH.shape[1], dtype=torch.float32)
         for k in range(weights_TK.shape[1]):
             out_TH.addcmul_(y_SH[slot_TK[:, k]].float(), weights_TK[:, k, None].float())
@@ -110,10 +116,15 @@ class _Combine(torch.autograd.Function):
         dweights_TK = torch.empty_like(weights_TK)
         for k in range(weights_TK.shape[1]):
             slot_T = slot_TK[:, k]
-            dy_SH[slot_T] = dout_TH * weights_TK[:, k, None].to(dout_TH.dtype)
+            grad_TH = dout_TH * weights_TK[:, k, None].to(dout_TH.dtype)
+            if ctx.gaps:
+                there_T = slot_T >= 0
+                dy_SH[slot_T[there_T]] = grad_TH[there_T]
+            else:
+                dy_SH[slot_T] = grad_TH
             if ctx.needs_input_grad[1]:
                 dweights_TK[:, k] = (dout_TH.float() * y_SH[slot_T].float()).sum(-1).to(dweights_TK.dtype)
-        return dy_SH, (dweights_TK if ctx.needs_input_grad[1] else None), None
+        return dy_SH, (dweights_TK if ctx.needs_input_grad[1] else None), None, None
 
 
 def _weight(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor | ExpertParameter:
@@ -158,24 +169,49 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
-    if kernels.by_triton(hidden_states.device):
+    part: ExpertPart | None = module.__dict__.get("lamella_part")
+    if part is None:
+        return _experts(module, hidden_states, top_k_index, top_k_weights, None)
+    x_TH, weights_TK = part.enter(hidden_states, top_k_weights)
+    if bool(part.mine(top_k_index).any()):
+        return part.leave(_experts(module, x_TH, top_k_index, weights_TK, part))
+    leaves = (leaf for site in _sites(module).values() for leaf in (site.a, site.b))
+    return part.leave(nothing(x_TH, weights_TK, *leaves))
+
+
+def _experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, part: ExpertPart | None
+) -> Tensor:
+    """[T, H]: the sum over each token's experts, those of this rank's `part` where there is one."""
+    if part is None and kernels.by_triton(hidden_states.device):
         from lamella.models import experts_cuda
 
         return experts_cuda.packed_experts(module, hidden_states, top_k_index, top_k_weights)
     sites = _sites(module)
     if experts_cpu.can_fuse(module, hidden_states, sites):
         return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites)
-    return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, sites)
+    held = None if part is None else part.held
+    return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, sites, held)
 
 
 def expert_by_expert(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sites: dict[str, LoraSite]
-) -> Tensor:
-    """The general way, one matmul per expert and projection: any activation, bias, transposed weights, LoRA dropout."""
-    experts = int(module.num_experts)  # type: ignore[arg-type]
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sites: dict[str, LoraSite],
+    held: Cut | None = None,
+) -> Tensor:  # fmt: skip
+    """The general way, one matmul per expert and projection: any activation, bias, transposed weights, LoRA dropout.
+
+    `held`: the experts whose weights are here, numbered from the first of them; choices of others (not all) add nothing.
+    """
+    before_held = 0 if held is None else held.first
+    experts = int(module.num_experts) if held is None else held.last - held.first  # type: ignore[arg-type]
     tokens, per_token = top_k_index.shape
-    expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    wanted = top_k_index.reshape(-1) - before_held
+    if held is not None:
+        wanted = torch.where((wanted >= 0) & (wanted < experts), wanted, experts)  # others' come last
+    expert_S, order_S = torch.sort(wanted, stable=True)
     counts = torch.bincount(expert_S, minlength=experts).tolist()[:experts]
+    if held is not None:
+        expert_S, order_S = expert_S[: sum(counts)], order_S[: sum(counts)]
     onednn = hidden_states.device.type == "cpu" and hidden_states.dtype == torch.bfloat16
     multiple = PAD_ROWS if onednn else 1
     bounds, shift_E, first, before = [], [], 0, 0
@@ -193,35 +229,40 @@ def expert_by_expert(
     )
     pairs_S2 = order_S.new_zeros(first, 2)  # filler rows copy token 0 and get no gradient
     pairs_S2[row_S, 0] = torch.div(order_S, per_token, rounding_mode="floor")
-    pairs_S2[row_S, 1] = expert_S
-    slot_TK = torch.empty_like(order_S)
+    pairs_S2[row_S, 1] = expert_S + before_held
+    slot_TK = torch.full_like(wanted, -1)
     slot_TK[order_S] = row_S
     slot_TK = slot_TK.view(tokens, per_token)
-    x_SH = _Spread.apply(hidden_states, pairs_S2[:, 0], slot_TK)
+    if held is not None:  # choices without a row of ours weigh nothing, wherever they look
+        top_k_weights = top_k_weights.masked_fill(slot_TK < 0, 0)
+    x_SH = _Spread.apply(hidden_states, pairs_S2[:, 0], slot_TK, held is not None)
     if module.has_gate:
         up_SO = _grouped(module, sites, "gate_up_proj", x_SH, bounds, pairs_S2)
         inner_SI = module._apply_gate(up_SO)  # type: ignore[operator]
     else:
         inner_SI = module.act_fn(_grouped(module, sites, "up_proj", x_SH, bounds, pairs_S2))  # type: ignore[operator]
     y_SH = _grouped(module, sites, "down_proj", inner_SI, bounds, pairs_S2)
-    return _Combine.apply(y_SH, top_k_weights, slot_TK)
+    return _Combine.apply(y_SH, top_k_weights, slot_TK, held is not None)
 
 
 class _Spread(torch.autograd.Function):
     """Copy each token to its experts' rows; backward sums them in fp32, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, token_S: Tensor, slot_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, token_S: Tensor, slot_TK: Tensor, gaps: bool) -> Tensor:
         ctx.save_for_backward(slot_TK)
+        ctx.gaps = gaps
         return x_TH.index_select(0, token_S)
 
     @staticmethod
-    def backward(ctx: Any, dx_SH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx_SH: Tensor) -> tuple[Tensor, None, None, None]:
         (slot_TK,) = ctx.saved_tensors
+        if ctx.gaps:
+            dx_SH = torch.cat([dx_SH, dx_SH.new_zeros(1, dx_SH.shape[1])])  # what slots of -1 find
         dx_TH = dx_SH[slot_TK[:, 0]].float()
         for k in range(1, slot_TK.shape[1]):
             dx_TH += dx_SH[slot_TK[:, k]]
-        return dx_TH.to(dx_SH.dtype), None, None
+        return dx_TH.to(dx_SH.dtype), None, None, None
 
 
 ExpertsInterface.register(NAME, packed_experts)

@@ -36,7 +36,9 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         packed = module.lamella_packed.for_kernels()  # type: ignore[union-attr, operator]
         weights_fp32 = weight_TK.float().contiguous()
-        routing = kernels.sort_by_expert(index_TK.contiguous(), weights_fp32, packed.table.shape[0])
+        first = int(module.lamella_packed.first)  # type: ignore[union-attr, arg-type]
+        total = int(module.num_experts)  # type: ignore[arg-type]
+        routing = kernels.sort_by_expert(index_TK.contiguous(), weights_fp32, packed.table.shape[0], first, total)
         hits = module.__dict__.get("lamella_hits")
         if hits is not None:
             hits.add_(routing.offsets_E.diff())
@@ -64,7 +66,10 @@ class _Experts(torch.autograd.Function):
             _lora(a1, b1, ctx.scales[0]), _lora(a2, b2, ctx.scales[1]), dx_SH,
         )  # fmt: skip
         dx_TH = None if dx_SH is None else kernels.combine(dx_SH, slot_TK, None)
-        dweight_TK = dweight_S[slot_TK].to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        dweight_TK = None
+        if ctx.needs_input_grad[1]:
+            gap = dweight_S.new_zeros(1)  # what slots of -1 find
+            dweight_TK = torch.cat([dweight_S, gap])[slot_TK].to(ctx.dtype)
         given = iter(gradients)
         da_db = [next(given) if t is not None else None for t in (a1, b1, a2, b2)]
         return dx_TH, dweight_TK, *da_db, None, None, None, None

@@ -154,7 +154,10 @@ class FusedMlp(Fused):
         self.activation = activation
         self.first = LinearGroup([self._modules[name] for name in first])  # type: ignore[misc]
         self.down = LinearGroup([self._modules["down_proj"]])  # type: ignore[list-item]
-        self.inner = self.down.inputs
+
+    @property
+    def inner(self) -> int:
+        return self.down.inputs
 
     def first_leaves(self) -> int:
         return len(self.first.leaves())

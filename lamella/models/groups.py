@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamella.models.linear import DropoutClock, FrozenLinear
+from lamella.models.pieces import Cut
 
 BLOCK_RANK = 64
 """Up to this rank sum the B matrices are multiplied as one block matrix; beyond, its zeros would cost more than calls."""
@@ -35,10 +36,14 @@ class _Site:
     scale: float
     dropout: float
     site: int
+    features: int
+    inputs: Cut | None
 
     def dropped(self, x_NI: Tensor, keys_N: Tensor) -> Tensor:
         """x as this layer's dropout leaves it; the mask is made again in backward instead of kept."""
-        keep = DropoutClock.mask(keys_N, x_NI.shape[1], self.dropout, self.site)
+        keep = DropoutClock.mask(keys_N, self.features, self.dropout, self.site)
+        if self.inputs is not None:
+            keep = self.inputs.of(keep)
         return x_NI * keep / (1 - self.dropout)
 
 
@@ -67,10 +72,20 @@ class LinearGroup:
     def __init__(self, linears: Sequence[FrozenLinear]) -> None:
         assert len({m.in_features for m in linears}) == 1
         self.linears = tuple(linears)
-        self.inputs = linears[0].in_features
-        bounds = [0, *accumulate(m.out_features for m in linears)]
-        self.slices = [slice(a, b) for a, b in pairwise(bounds)]
-        self.outputs = bounds[-1]
+
+    @property
+    def slices(self) -> list[slice]:
+        """Each layer's outputs among the group's. (Weights may be a rank's part, and other parts later.)"""
+        bounds = [0, *accumulate(m.weight.shape[0] for m in self.linears)]
+        return [slice(a, b) for a, b in pairwise(bounds)]
+
+    @property
+    def inputs(self) -> int:
+        return self.linears[0].weight.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return sum(m.weight.shape[0] for m in self.linears)
 
     def dropout_keys(self) -> Tensor | None:
         """Row keys of the micro-batch at work, where an adapted layer drops inputs."""
@@ -90,7 +105,10 @@ class LinearGroup:
                 a, b = next(pairs)
                 ranks = slice(at, at + a.shape[0])
                 at = ranks.stop
-                found.append(_Site(outputs, ranks, a, b, m.lora.scale, m.lora.dropout, m.lora.site))
+                lora = m.lora
+                found.append(
+                    _Site(outputs, ranks, a, b, lora.scale, lora.dropout, lora.site, m.in_features, lora.inputs)
+                )
         return found
 
     def forward(self, x_NI: Tensor, leaves: Sequence[Tensor], keys_N: Tensor | None) -> tuple[Tensor, Tensor | None]:

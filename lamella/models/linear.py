@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamella import kernels
+from lamella.models.pieces import Cut
 
 
 @dataclass
@@ -28,6 +29,7 @@ class LoraSite:
         scale: alpha / r, or alpha / sqrt(r).
         dropout: probability of dropping an input of A; masks come from `keep`.
         site: number of this weight among all adapted weights, for the dropout seed.
+        inputs: which of the weight's inputs this rank holds; None: all. Masks are drawn for all of them.
     """
 
     a: Tensor
@@ -35,6 +37,7 @@ class LoraSite:
     scale: float
     dropout: float = 0.0
     site: int = 0
+    inputs: Cut | None = None
 
 
 _SITE_STEP = 0x1B873593CC9E2D  # odd, and small enough that site numbers times it stay in int64
@@ -157,7 +160,10 @@ class _PlainLinear(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Linear):
-    """An `nn.Linear` whose weight is bound and unbound by the engine, with an optional LoRA site."""
+    """An `nn.Linear` whose weight is bound and unbound by the engine, with an optional LoRA site.
+
+    `in_features` and `out_features` are the model's; the bound weight, bias and LoRA pair may be a rank's part of them.
+    """
 
     lora: LoraSite | None = None
 
@@ -169,12 +175,14 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         site = self.lora
-        x_NI = input.reshape(-1, self.in_features)
+        x_NI = input.reshape(-1, input.shape[-1])
         if site is not None:
             keep = DropoutClock.keep(self.in_features, site.dropout, site.site)
+            if keep is not None and site.inputs is not None:
+                keep = site.inputs.of(keep)
             y_NO = _LoraLinear.apply(x_NI, site.a, site.b, self, keep)
         elif torch.is_grad_enabled() and x_NI.requires_grad:
             y_NO = _PlainLinear.apply(x_NI, self)
         else:
             y_NO = F.linear(x_NI, self.weight, self.bias)
-        return y_NO.view(*input.shape[:-1], self.out_features)
+        return y_NO.view(*input.shape[:-1], y_NO.shape[-1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lamella.kernels.experts import COLUMNS, PARTS, PackedExperts
-from lamella.models.pieces import ParamPlan, Piece
+from lamella.models.pieces import Cut, ParamPlan, Piece
 from lamella.store.reader import PackedGroup
 
 BLOCK = 64
@@ -39,11 +39,22 @@ class ExpertBytes:
 
     Attributes:
         plans: parameter name in the module (`gate_up_proj`, `down_proj`, ...) -> where it comes from.
+        held: the experts that this rank holds (all parameters' first dimension); None: all. Experts are numbered from
+            the first one held.
         group: the layer's bytes, or None while the layer is not at work.
     """
 
     plans: dict[str, ParamPlan]
+    held: Cut | None = None
     group: PackedGroup | None = None
+
+    @property
+    def first(self) -> int:
+        return 0 if self.held is None else self.held.first
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        whole = self.plans[name].shape
+        return whole if self.held is None else self.held.shape(whole)
 
     def at_work(self) -> PackedGroup:
         assert self.group is not None, "the layer is not at work"
@@ -64,12 +75,12 @@ class ExpertBytes:
         return found
 
     def pieces(self, name: str, expert: int) -> tuple[list[Piece], bool]:
-        """Pieces of one expert, and whether they are a slice of the tensor of all experts."""
+        """Pieces of one expert (numbered in the model), and whether they are a slice of the tensor of all experts."""
         by_expert = self._pieces[name]
         return (by_expert[-1], True) if -1 in by_expert else (by_expert[expert], False)
 
     def _locate(self, name: str, expert: int, row: int) -> list[int]:
-        """Numbers for the kernels (`PARTS`) of the matrix that starts at this row of an expert."""
+        """Numbers for the kernels (`PARTS`) of the matrix that starts at this row of an expert (numbered in the model)."""
         plan = self.plans[name]
         columns = plan.shape[2]
         pieces, sliced = self.pieces(name, expert)
@@ -98,11 +109,9 @@ class ExpertBytes:
                 self._locate("gate_up_proj", e, inner),
                 self._locate("down_proj", e, 0),
             ]
-            for e in range(experts)
+            for e in range(self.first, self.first + self.shape("gate_up_proj")[0])
         ]
-        table = torch.tensor(rows, dtype=torch.int64)
-        assert table.shape == (experts, 3, PARTS)
-        return table
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3, PARTS)
 
     def for_kernels(self) -> PackedExperts | None:
         """For the fused kernels, or None where they do not serve these shapes."""
@@ -122,9 +131,10 @@ class ExpertParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.plan.shape
+        return self.bytes.shape(self.plan.name.rpartition(".")[2])
 
     def __getitem__(self, expert: int) -> Tensor:
+        expert += self.bytes.first
         group, shape = self.bytes.at_work(), self.plan.shape[1:]
         numel = torch.Size(shape).numel()
         buffer = _scratch.get(self.dtype)

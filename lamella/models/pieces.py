@@ -1,4 +1,4 @@
-"""Where a model's parameters come from: stored tensors and the places they fill."""
+"""Where a model's parameters come from: stored tensors and the places they fill; parts of them that a rank holds."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ class Piece:
         if len(self.at) == 3:
             return parameter[self.at[0], self.at[1] : self.at[2]]
         return parameter[self.at[0]] if self.at else parameter
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a tensor that a rank holds: indices `first` .. `last` - 1 of dimension `dim`."""
+
+    dim: int
+    first: int
+    last: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view."""
+        return tensor.narrow(self.dim, self.first, self.last - self.first)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        return (*whole[: self.dim], self.last - self.first, *whole[self.dim + 1 :])
 
 
 @dataclass

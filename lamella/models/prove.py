@@ -28,7 +28,7 @@ NARROW, INNER, TOKENS = 32, 48, 5
 SCALES = (1e-3, 1.0, 1e3)
 NEAR = 2e-5
 """Relative difference (Frobenius) that fp32 rounding explains."""
-_FAILS = (TypeError, AttributeError, RuntimeError, ValueError, KeyError, IndexError, AssertionError)
+FAILS = (TypeError, AttributeError, RuntimeError, ValueError, KeyError, IndexError, AssertionError)
 
 
 @dataclass
@@ -62,18 +62,18 @@ def _probe(
 AttentionInterface.register(PROBE, _probe)
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why a module is not what its structure suggests."""
 
 
 # ---- narrow copies --------------------------------------------------------------------------------------------------
 
 
-def _draw(shape: Sequence[int], scale: float, seed: int) -> Tensor:
+def draw(shape: Sequence[int], scale: float, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def _shallow(module: nn.Module, children: dict[str, nn.Module], parameters: dict[str, Tensor | None]) -> nn.Module:
+def shallow(module: nn.Module, children: dict[str, nn.Module], parameters: dict[str, Tensor | None]) -> nn.Module:
     twin = copy.copy(module)
     twin.__dict__["_modules"] = {**module._modules, **children}
     twin.__dict__["_parameters"] = {
@@ -82,51 +82,51 @@ def _shallow(module: nn.Module, children: dict[str, nn.Module], parameters: dict
     return twin
 
 
-def _narrow_linear(linear: nn.Module, inputs: int, outputs: int, seed: int) -> FrozenLinear:
+def narrow_linear(linear: nn.Module, inputs: int, outputs: int, seed: int) -> FrozenLinear:
     assert isinstance(linear, FrozenLinear)
     made = FrozenLinear(inputs, outputs, linear.bias is not None, device="meta")
-    made._parameters["weight"] = nn.Parameter(_draw((outputs, inputs), inputs**-0.5, seed), requires_grad=False)
+    made._parameters["weight"] = nn.Parameter(draw((outputs, inputs), inputs**-0.5, seed), requires_grad=False)
     if linear.bias is not None:
-        made._parameters["bias"] = nn.Parameter(_draw((outputs,), 0.3, seed + 1), requires_grad=False)
+        made._parameters["bias"] = nn.Parameter(draw((outputs,), 0.3, seed + 1), requires_grad=False)
     return made
 
 
-def _narrow_norm(norm: nn.Module, width: int, seed: int) -> nn.Module:
+def narrow_norm(norm: nn.Module, width: int, seed: int) -> nn.Module:
     own = norm.__dict__["own"] if isinstance(norm, Fused) else norm
-    return _shallow(own, {}, {"weight": 1 + _draw((width,), 0.3, seed)})
+    return shallow(own, {}, {"weight": 1 + draw((width,), 0.3, seed)})
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in this dtype. Values are rounded to bf16 first, so that both dtypes have the same."""
     children = {n: _cast(c, dtype) for n, c in module._modules.items() if c is not None}
     parameters = {n: None if p is None else p.bfloat16().to(dtype) for n, p in module._parameters.items()}
-    return _shallow(module, children, parameters)
+    return shallow(module, children, parameters)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 
-def _run(module: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def run_both_ways(module: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and the gradient at the input, in fp64."""
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         out = module(leaf, **kwargs)
         if isinstance(out, tuple):
             if len(out) != 2 or out[1] is not None:
-                raise _Refused("answers with more than its output")
+                raise Refused("answers with more than its output")
             out = out[0]
         if out.shape != x.shape or out.dtype != x.dtype:
-            raise _Refused("changes shape or dtype")
-        (grad,) = torch.autograd.grad(out, leaf, _draw(out.shape, 1.0, 9).to(out.dtype))
+            raise Refused("changes shape or dtype")
+        (grad,) = torch.autograd.grad(out, leaf, draw(out.shape, 1.0, 9).to(out.dtype))
     return out.detach().double(), grad.double()
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
 
 
 def _compare(own: nn.Module, make: Callable[[nn.Module], Fused], x: Tensor, tables: Sequence[Tensor] = ()) -> None:
-    """Raise _Refused where `make(own)` does not compute what `own` does."""
+    """Raise Refused where `make(own)` does not compute what `own` does."""
     for scale in SCALES:
         truth: tuple[Tensor, ...] = ()
         for dtype in (torch.float32, torch.bfloat16):
@@ -136,17 +136,17 @@ def _compare(own: nn.Module, make: Callable[[nn.Module], Fused], x: Tensor, tabl
             if tables:
                 cos, sin = (t.bfloat16().to(dtype) for t in tables)
                 kwargs = {"position_embeddings": (cos, sin), "attention_mask": None}
-            theirs = _run(twin, value, kwargs)
+            theirs = run_both_ways(twin, value, kwargs)
             made = make(twin)
-            ours = _run(made, value, kwargs)
+            ours = run_both_ways(made, value, kwargs)
             if made.own_calls:
-                raise _Refused("takes another kind of input")
+                raise Refused("takes another kind of input")
             truth = truth or theirs
             for what, a, b, exact in zip(("outputs", "input gradients"), ours, theirs, truth, strict=True):
-                off = _apart(a, exact)
-                allowed = NEAR if dtype == torch.float32 else 1.5 * _apart(b, exact) + 2e-3
+                off = apart(a, exact)
+                allowed = NEAR if dtype == torch.float32 else 1.5 * apart(b, exact) + 2e-3
                 if not off <= allowed:
-                    raise _Refused(f"{what} differ by {off:.1e} at inputs near {scale:g} in {dtype}")
+                    raise Refused(f"{what} differ by {off:.1e} at inputs near {scale:g} in {dtype}")
 
 
 # ---- kinds ----------------------------------------------------------------------------------------------------------
@@ -167,22 +167,22 @@ def _eps(module: nn.Module) -> float | None:
 
 def _prove_norm(module: nn.Module) -> tuple[float, float]:
     """(eps, offset) of an RMS norm."""
-    own = _narrow_norm(module, INNER, 1)
+    own = narrow_norm(module, INNER, 1)
     eps = _eps(module)
     assert eps is not None
-    x = _draw((1, TOKENS, INNER), 1.0, 0)
+    x = draw((1, TOKENS, INNER), 1.0, 0)
     try:
         _compare(own, lambda twin: FusedNorm(twin, eps, 0.0), x)
         return eps, 0.0
-    except _Refused as plain:
+    except Refused as plain:
         try:
             _compare(own, lambda twin: FusedNorm(twin, eps, 1.0), x)
-        except _Refused:
+        except Refused:
             raise plain from None
         return eps, 1.0
 
 
-def _mlp_parts(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
+def mlp_parts(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
     """Names of the first layers, and of the activation, of a gated MLP."""
     linears = {n for n, c in module._modules.items() if isinstance(c, FrozenLinear)}
     others = [n for n, c in module._modules.items() if n not in linears and c is not None]
@@ -203,30 +203,45 @@ def _activation(module: nn.Module) -> str:
         for name in rows.ACTIVATIONS:
             if torch.allclose(module(x), rows.gated(x[None], torch.ones(1, len(x)), name)[0], rtol=1e-5, atol=1e-6):
                 return name
-    raise _Refused(f"its activation {type(module).__name__} is none of {', '.join(rows.ACTIVATIONS)}")
+    raise Refused(f"its activation {type(module).__name__} is none of {', '.join(rows.ACTIVATIONS)}")
 
 
 def _prove_mlp(module: nn.Module) -> tuple[tuple[str, ...], str]:
-    parts = _mlp_parts(module)
+    parts = mlp_parts(module)
     assert parts is not None
     first, activation_name = parts
     activation = _activation(module._modules[activation_name])  # type: ignore[arg-type]
     wide = INNER if len(first) == 2 else 2 * INNER
-    made = {n: _narrow_linear(module._modules[n], NARROW, wide, 10 * i) for i, n in enumerate(first)}  # type: ignore[arg-type]
-    made["down_proj"] = _narrow_linear(module._modules["down_proj"], INNER, NARROW, 50)  # type: ignore[arg-type]
-    x = _draw((1, TOKENS, NARROW), 1.0, 0)
-    _compare(_shallow(module, made, {}), lambda twin: FusedMlp(twin, first, activation), x)  # type: ignore[arg-type]
+    made = {n: narrow_linear(module._modules[n], NARROW, wide, 10 * i) for i, n in enumerate(first)}  # type: ignore[arg-type]
+    made["down_proj"] = narrow_linear(module._modules["down_proj"], INNER, NARROW, 50)  # type: ignore[arg-type]
+    x = draw((1, TOKENS, NARROW), 1.0, 0)
+    _compare(shallow(module, made, {}), lambda twin: FusedMlp(twin, first, activation), x)  # type: ignore[arg-type]
     return first, activation
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
     named = {n for n, c in module._modules.items() if c is not None}
     linear = all(isinstance(module._modules.get(n), FrozenLinear) for n in _PROJECTIONS)
     norms = named - set(_PROJECTIONS)
     return linear and norms in (set(), {"q_norm", "k_norm"}) and isinstance(getattr(module, "head_dim", None), int)
+
+
+def rotated_part(attention: nn.Module, size: int) -> int:
+    """How many values of a head of `size` are rotated."""
+    config = getattr(attention, "config", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    part = ropes.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return int(size * part)
+
+
+def probed(twin: nn.Module) -> nn.Module:
+    """An attention's copy, made to call the probe instead of attention."""
+    twin.config = copy.copy(twin.config)
+    twin.config._attn_implementation = PROBE  # type: ignore[union-attr]
+    return twin
 
 
 @dataclass
@@ -245,17 +260,14 @@ class _AttentionProof:
 
     def __init__(self, module: nn.Module) -> None:
         if module._parameters:
-            raise _Refused(f"has a parameter of its own, {next(iter(module._parameters))}")
+            raise Refused(f"has a parameter of its own, {next(iter(module._parameters))}")
         self.children = self._narrow(module)
         size = int(module.head_dim)  # type: ignore[arg-type]
-        config = getattr(module, "config", None)
-        ropes = getattr(config, "rope_parameters", None) or {}
-        part = ropes.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-        self.rotary = int(size * part)
+        self.rotary = rotated_part(module, size)
         if size > rows.head_max() or self.rotary % 2:
-            raise _Refused(f"heads of {size} values, {self.rotary} of them rotated")
-        self.x = _draw((1, TOKENS, NARROW), 1.0, 0)
-        angle = _draw((1, TOKENS, self.rotary), 2.0, 1)  # the halves differ: no structure of the tables is relied on
+            raise Refused(f"heads of {size} values, {self.rotary} of them rotated")
+        self.x = draw((1, TOKENS, NARROW), 1.0, 0)
+        angle = draw((1, TOKENS, self.rotary), 2.0, 1)  # the halves differ: no structure of the tables is relied on
         self.tables = (angle.cos(), angle.sin())
         forms = [self._norm_form(module, which, size) for which in "qk"]
         own = self._copy(module)
@@ -269,11 +281,11 @@ class _AttentionProof:
             linear = module._modules[name]
             assert isinstance(linear, FrozenLinear)
             inputs, outputs = (linear.in_features, NARROW) if name == "o_proj" else (NARROW, linear.out_features)
-            made[name] = _narrow_linear(linear, inputs, outputs, 10 * i)
+            made[name] = narrow_linear(linear, inputs, outputs, 10 * i)
         for name in ("q_norm", "k_norm"):
             norm = module._modules.get(name)
             if norm is not None:
-                made[name] = _narrow_norm(norm, norm.weight.shape[0], 70)  # type: ignore
+                made[name] = narrow_norm(norm, norm.weight.shape[0], 70)  # type: ignore
         return made
 
     def _norm_form(self, module: nn.Module, which: str, size: int) -> tuple[float, float] | None:
@@ -281,16 +293,13 @@ class _AttentionProof:
         if norm is None:
             return None
         if not isinstance(norm, FusedNorm):
-            raise _Refused(f"its {which}_norm is no proven RMS norm")
+            raise Refused(f"its {which}_norm is no proven RMS norm")
         if norm.weight.shape != (size,):
-            raise _Refused(f"its {which}_norm is not over one head")
+            raise Refused(f"its {which}_norm is not over one head")
         return norm.eps, norm.offset
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        twin = _shallow(module, self.children, {})
-        twin.config = copy.copy(module.config)
-        twin.config._attn_implementation = PROBE  # type: ignore[union-attr]
-        return twin
+        return probed(shallow(module, self.children, {}))
 
     def _call(self, own: nn.Module) -> tuple[Tensor, dict[str, Any]]:
         """A copy's output, and what it passes to the attention function."""
@@ -299,9 +308,9 @@ class _AttentionProof:
             out = own(self.x, position_embeddings=self.tables, attention_mask=None)
         arguments = _Seen.arguments
         if arguments is None:
-            raise _Refused("does not go through the attention interface")
+            raise Refused("does not go through the attention interface")
         if any(isinstance(v, Tensor) for v in arguments.values()):
-            raise _Refused("passes tensors of its own to the attention function")
+            raise Refused("passes tensors of its own to the attention function")
         return out[0], arguments
 
     def holds_for(self, module: nn.Module) -> bool:
@@ -313,14 +322,14 @@ class _AttentionProof:
 # ---- all modules ----------------------------------------------------------------------------------------------------
 
 
-def _signature(module: nn.Module) -> tuple[Any, ...]:
+def signature(module: nn.Module) -> tuple[Any, ...]:
     """Class, plain attributes and children: what makes two modules the same but for their place."""
     simple = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | bool | None)}
     own = vars(module).get("own")
-    children = tuple((n, _signature(c)) for n, c in module._modules.items() if c is not None)
+    children = tuple((n, signature(c)) for n, c in module._modules.items() if c is not None)
     shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
     simple.pop("layer_idx", None)
-    inner = _signature(own) if isinstance(own, nn.Module) else ()
+    inner = signature(own) if isinstance(own, nn.Module) else ()
     return type(module), tuple(sorted(simple.items(), key=lambda kv: kv[0])), children, shapes, inner
 
 
@@ -340,13 +349,13 @@ class Fuser:
 
     def _proof(self, module: nn.Module, prove: Any) -> Any:
         """The proof's result, or None with the reason noted."""
-        key = _signature(module)
+        key = signature(module)
         if key not in self._proofs:
             try:
                 self._proofs[key] = prove(module)
-            except (_Refused, *_FAILS) as error:
+            except (Refused, *FAILS) as error:
                 self._proofs[key] = None
-                why = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+                why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
                 self.report.kept[type(module).__name__] = why
         return self._proofs[key]
 
@@ -363,14 +372,14 @@ class Fuser:
 
     def mlps(self, root: nn.Module) -> None:
         for parent, name, child in _places(root):
-            if not isinstance(child, Fused) and _mlp_parts(child) is not None:
+            if not isinstance(child, Fused) and mlp_parts(child) is not None:
                 form = self._proof(child, _prove_mlp)
                 if form is not None:
                     self._put(parent, name, FusedMlp(child, *form), "mlp")
 
     def attentions(self, root: nn.Module) -> None:
         for parent, name, child in _places(root):
-            if not isinstance(child, Fused) and _is_attention(child):
+            if not isinstance(child, Fused) and is_attention(child):
                 proof = self._proof(child, _AttentionProof)
                 if proof is None:
                     continue

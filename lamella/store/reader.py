@@ -90,6 +90,24 @@ class PackedGroup:
             scales = around[block - start : block - start + blocks]
         return dequantize_nf4(codes, scales, out, self.block_size)
 
+    def dequantize_columns(self, name: str, first: int, last: int, out: Tensor) -> Tensor:
+        """Write columns `first` .. `last` - 1 of an nf4 matrix into `out`.
+
+        Args:
+            first, last: multiples of the block size, as the matrix's columns are.
+            out: bf16, fp16 or fp32, contiguous, [rows, last - first].
+        """
+        rows, columns = self.records[name].shape
+        block = self.block_size
+        assert columns % block == first % block == last % block == 0
+        assert out.numel() == rows * (last - first)
+        scales = self._scales((name,))
+        if isinstance(scales, AbsmaxState):
+            scales = dequantize_absmax(scales)
+        codes = self.part(name, "codes", torch.uint8).view(rows, columns // 2)[:, first // 2 : last // 2]
+        scales = scales.view(rows, columns // block)[:, first // block : last // block]
+        return dequantize_nf4(codes.contiguous().view(-1), scales.contiguous().view(-1), out, block)
+
     def dequantize_many(self, names: Sequence[str], out: Tensor) -> Tensor:
         """Write tensors one after the other into `out`, as if concatenated flat.
 
@@ -215,6 +233,13 @@ class Store:
         nbytes = self.group_bytes(i)
         packed = self.view(i, torch.empty(nbytes, dtype=torch.uint8) if into is None else into)
         self.read(i, packed.buffer, 0)
+        return packed
+
+    def load_ranges(self, i: GroupKey, into: Tensor, ranges: Sequence[tuple[int, int]]) -> PackedGroup:
+        """As `load`, but only these (offset, bytes) are read, each to its place."""
+        packed = self.view(i, into)
+        for offset, nbytes in ranges:
+            self.read(i, packed.buffer[offset : offset + nbytes], offset)
         return packed
 
     def read(self, i: GroupKey, into: Tensor, start: int) -> None:

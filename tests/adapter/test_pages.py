@@ -15,6 +15,7 @@ from lamella.adapter.tensors_file import TensorsFile, write_tensors
 from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.errors import UserError
+from lamella.models.pieces import Cut
 from tests.fixtures import moe_config
 
 
@@ -139,3 +140,22 @@ def test_tensor_files_are_safetensors(tmp_path):
     with pytest.raises(UserError, match="promises"):
         TensorsFile(tmp_path / "t")
     gc.collect()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_part_of_a_gradient(on_disk, made, tmp_path):
+    """Ranks that hold a part of a weight add to that part; the others' stays zero, and is there."""
+    engine = Engine.open(made(moe_config())[0], dtype="fp32")
+    adapter = Adapter.create(engine.skeleton, LoraConfig(rank=4), 0, (lambda _: tmp_path) if on_disk else None)
+    key = "model.layers.1.mlp.experts.down_proj.lora_A"
+    master = adapter.parameters()[key]
+    cut = Cut(0, 1, 3)
+    adapter.add_gradient(key, None)
+    assert not master.grad.any()
+    for value in (1.0, 2.0):
+        adapter.add_gradient(key, torch.full(cut.shape(tuple(master.shape)), value, dtype=torch.bfloat16), cut)
+    wanted = torch.zeros_like(master)
+    wanted[1:3] = 3.0
+    assert torch.equal(master.grad, wanted)
+    adapter.add_gradient(key, None)
+    assert torch.equal(master.grad, wanted)

@@ -182,9 +182,25 @@ def test_sorting_is_stable_and_complete():
     assert routing.weight_S.tolist() == [1.0, 4.0, 3.0, 0.0, 2.0, 5.0]
 
 
+def test_experts_of_another_rank_have_no_rows():
+    index = torch.tensor([[2, 0], [2, 1], [0, 3]])
+    weight = torch.arange(6.0).view(3, 2)
+    routing = experts.sort_by_expert(index, weight, 2, first=1, total=4)
+    assert routing.offsets_E.tolist() == [0, 1, 3]
+    assert routing.token_S.tolist() == [1, 0, 1]
+    assert routing.slot_TK.tolist() == [[1, -1], [2, 0], [-1, -1]]
+    assert routing.weight_S.tolist() == [3.0, 0.0, 2.0]
+    y = torch.arange(1.0, 4.0).to(torch.bfloat16)[:, None].repeat(1, 64)
+    assert experts.combine(y, routing.slot_TK, weight)[:, 0].tolist() == [0.0, 2.0 * 3 + 3.0 * 1, 0.0]
+    assert experts.combine(y, routing.slot_TK, None)[:, 5].tolist() == [2.0, 4.0, 0.0]
+    assert experts.sort_by_expert(index, weight, 0, first=4, total=4).token_S.numel() == 0
+
+
 def test_an_index_that_names_no_expert_is_refused():
     with pytest.raises(IndexError, match="outside 0"):
         experts.sort_by_expert(torch.tensor([[4]]), torch.ones(1, 1), 4)
+    with pytest.raises(IndexError, match=r"outside 0 \.\. 7"):
+        experts.sort_by_expert(torch.tensor([[8]]), torch.ones(1, 1), 2, first=2, total=8)
 
 
 @pytest.mark.parametrize("name", experts.ROUTES)

@@ -207,3 +207,26 @@ def test_a_run_of_experts_in_one_kernel_call_gives_the_same_bits(dtype, tmp_path
     codes = packed.buffer[start : start + 3 * nbytes]
     found = kernels.dequantize_nf4_run(codes, packed.run(names), torch.empty_like(wanted), packed.block_size)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("folder", ["store", "single"])
+def test_columns_of_a_matrix(folder, made):
+    packed = Store.open(made / folder).load(0)
+    name = "model.layers.0.self_attn.o_proj.weight"  # [256, 64]
+    q = "model.layers.0.self_attn.q_proj.weight"  # [64, 256]
+    for matrix, first, last in ((q, 64, 192), (q, 192, 256), (q, 0, 256), (name, 0, 64)):
+        whole = packed.dequantize(matrix, torch.empty(packed.records[matrix].shape, dtype=torch.bfloat16))
+        out = torch.empty(whole.shape[0], last - first, dtype=torch.bfloat16)
+        assert torch.equal(packed.dequantize_columns(matrix, first, last, out), whole[:, first:last])
+
+
+def test_ranges_of_a_file(made):
+    store = Store.open(made / "store")
+    whole = store.load(0).buffer
+    buffer = torch.full((store.group_bytes(0),), 7, dtype=torch.uint8)
+    ranges = [(128, 1000), (4096, 64)]
+    packed = store.load_ranges(0, buffer, ranges)
+    wanted = torch.full_like(buffer, 7)
+    for offset, nbytes in ranges:
+        wanted[offset : offset + nbytes] = whole[offset : offset + nbytes]
+    assert torch.equal(packed.buffer, wanted)

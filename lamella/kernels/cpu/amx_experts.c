@@ -667,7 +667,9 @@ static int combine_range(void *data, int64_t begin, int64_t end) {
         for (int64_t h = 0; h < job->hidden; h += 32) {
             __m512 low = _mm512_setzero_ps(), high = low;
             for (int64_t k = 0; k < job->per_token; k++) {
-                const bf16 *y = job->y + job->slot[t * job->per_token + k] * job->hidden + h;
+                const int64_t slot = job->slot[t * job->per_token + k];
+                if (slot < 0) continue; /* another rank's expert */
+                const bf16 *y = job->y + slot * job->hidden + h;
                 const __m512 weight = _mm512_set1_ps(job->weight ? job->weight[t * job->per_token + k] : 1.0f);
                 low = _mm512_fmadd_ps(load_bf16(y), weight, low);
                 high = _mm512_fmadd_ps(load_bf16(y + 16), weight, high);
