@@ -178,19 +178,24 @@ class Engine:
         hold the weight.
 
         Args:
-            group: this rank's; None: undo.
+            group: this rank's (`ranks.group.Group`); None: undo. The same as before: nothing to do.
             shares: of the work, one for each rank of the group.
 
         Raises:
             UserError: shares that are not one positive or zero number for each rank.
         """
-        if self.walk.division is not None:
-            self.walk.division.undo()
+        now = self.walk.division
+        if now is None and group is None:
+            return
+        if now is not None and group is not None and (now.group.members, now.shares) == (group.members, tuple(shares)):
+            return
+        if group is not None and (len(shares) != len(group.members) or min(shares) < 0 or not sum(shares) > 0):
+            raise UserError(f"split.shares {list(shares)} do not fit a group of {len(group.members)} ranks",
+                            fix="give one share for each rank, none below 0 and not all 0")  # fmt: skip
+        if now is not None:
+            now.undo()
         division = None
         if group is not None:
-            if len(shares) != group.size or min(shares) < 0 or not sum(shares) > 0:
-                raise UserError(f"split.shares {list(shares)} do not fit a group of {group.size} ranks",
-                                fix="give one share for each rank, none below 0 and not all 0")  # fmt: skip
             division = divide(self.skeleton.layers, self.skeleton.prefix, group, shares)
         self.walk.weights.divide({} if division is None else division.cuts, () if division is None else division.absent)
         self.walk.divide(division)

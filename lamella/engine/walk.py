@@ -177,7 +177,7 @@ class Walk:
         if self.division is None:
             return keep
         order = (False, None, True)
-        return order[self.division.group.least(order.index(keep))]
+        return order[self.division.least(order.index(keep), len(order))]
 
     def expert_hits(self) -> dict[str, list[int]]:
         """Tokens each adapted expert module has seen so far: module name -> count per expert (zero for another rank's)."""
@@ -393,8 +393,8 @@ class Walk:
                 item.batch, score_positions=item.batch.score_positions[a:b], score_tokens=item.batch.score_tokens[a:b]
             )
             total, gradient = self._whole_loss_and_gradient(replace(item, batch=batch), label_tokens)
-        (total,) = self.division.summed([total], "loss")
-        (gradient,) = self.division.summed([gradient], "head")
+        (total,) = self.division.summed([total])
+        (gradient,) = self.division.summed([gradient])
         return total, gradient
 
     def _whole_loss_and_gradient(self, item: Item, label_tokens: int) -> tuple[Tensor, Tensor]:

@@ -28,16 +28,13 @@ from lamella.models.pieces import Cut
 
 
 class Group(Protocol):
-    """The ranks that share a layer; see `lamella.ranks.reduce.SumGroup`."""
+    """The ranks that share a layer; see `lamella.ranks.group.Group`."""
 
-    position: int
-    size: int
+    members: tuple[int, ...]
+    index: int | None
 
-    def all_reduce_(self, tensor: Tensor, name: str) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """Sum in place over the group; the same bits on all ranks."""
-
-    def least(self, value: int) -> int:
-        """The smallest of the ranks' values."""
 
 
 def apportion(units: int, shares: Sequence[float]) -> list[tuple[int, int]]:
@@ -62,27 +59,27 @@ def columns_at_once(columns: int, ranks: int) -> int:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, division: Division, name: str, *tensors: Tensor) -> Any:
-        ctx.division, ctx.name, ctx.alone = division, name, division.is_alone
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> Any:
+        ctx.division, ctx.alone = division, division.is_alone
         same = tuple(t.view_as(t) for t in tensors)
         return same if len(same) > 1 else same[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         given = [g for g, n in zip(grads, needed, strict=True) if n]
-        sums = iter(given if ctx.alone else ctx.division.summed(given, ctx.name))
-        return None, None, *(next(sums) if n else None for n in needed)
+        sums = iter(given if ctx.alone else ctx.division.summed(given))
+        return None, *(next(sums) if n else None for n in needed)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, division: Division, name: str, x: Tensor) -> Tensor:
-        return division.summed([x], name)[0]
+    def forward(ctx: Any, division: Division, x: Tensor) -> Tensor:
+        return division.summed([x])[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 class _Nothing(torch.autograd.Function):
@@ -112,18 +109,15 @@ class DividedModule(Fused):
 
     Args:
         own: the module, fused or the family's own.
-        name: of its sums.
         empty: this rank has no part of it.
         attends: it is an attention.
         tuple_answer: it answers with (output, None).
     """
 
-    def __init__(
-        self, own: nn.Module, division: Division, name: str, *, empty: bool, attends: bool, tuple_answer: bool
-    ) -> None:
+    def __init__(self, own: nn.Module, division: Division, *, empty: bool, attends: bool, tuple_answer: bool) -> None:
         super().__init__(own)
         self.__dict__["division"] = division
-        self.sum_name, self.empty, self.attends, self.tuple_answer = name, empty, attends, tuple_answer
+        self.empty, self.attends, self.tuple_answer = empty, attends, tuple_answer
 
     @property
     def own_calls(self) -> int:  # type: ignore[override]
@@ -132,7 +126,7 @@ class DividedModule(Fused):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         division: Division = self.__dict__["division"]
         given = args[0] if args else kwargs["hidden_states"]
-        x = _Enter.apply(division, self.sum_name, given)
+        x = _Enter.apply(division, given)
         normed = Normed.of(given)
         if normed is not None:
             x.lamella_normed = Normed(normed.x_NH, normed.norm, x._version)
@@ -142,7 +136,7 @@ class DividedModule(Fused):
             args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             out = self.__dict__["own"](*args, **kwargs)
         rest = out[1:] if isinstance(out, tuple) else None
-        out = _Leave.apply(division, self.sum_name, out if rest is None else out[0])
+        out = _Leave.apply(division, out if rest is None else out[0])
         return out if rest is None else (out, *rest)
 
     def _nothing(self, x: Tensor) -> Any:
@@ -160,18 +154,17 @@ class ExpertPart:
 
     division: Division
     held: Cut
-    name: str
 
     def mine(self, index_TK: Tensor) -> Tensor:
         """Which of a router's choices are this rank's: bool [T, K]."""
         return (index_TK >= self.held.first) & (index_TK < self.held.last)
 
     def enter(self, hidden_TH: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = _Enter.apply(self.division, self.name, hidden_TH, weights_TK)
+        x, w = _Enter.apply(self.division, hidden_TH, weights_TK)
         return x, w
 
     def leave(self, out_TH: Tensor) -> Tensor:
-        return _Leave.apply(self.division, self.name, out_TH)
+        return _Leave.apply(self.division, out_TH)
 
 
 @dataclass
@@ -201,12 +194,25 @@ class Division:
     @property
     def first(self) -> bool:
         """True on the rank where what all ranks compute alike is counted."""
-        return self.group.position == 0
+        return self.position == 0
+
+    @property
+    def position(self) -> int:
+        """This rank's place in the group."""
+        assert self.group.index is not None, "this rank is not in the group"
+        return self.group.index
 
     @property
     def share(self) -> float:
         """This rank's part of the work, of 1."""
-        return self.shares[self.group.position] / sum(self.shares)
+        return self.shares[self.position] / sum(self.shares)
+
+    def least(self, value: int, values: int) -> int:
+        """The smallest of the ranks' values, of 0 .. `values` - 1."""
+        counts = torch.zeros(values)
+        counts[value] = 1
+        self.group.all_reduce_(counts)
+        return int(counts.nonzero()[0])
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -218,7 +224,7 @@ class Division:
         finally:
             self.is_alone = False
 
-    def summed(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+    def summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sums over the group, as new tensors.
 
         With three ranks or more 16-bit values are summed in fp32; two sum exactly as well in 16 bit, rounding once.
@@ -227,21 +233,21 @@ class Division:
             return [t.clone() for t in tensors]
         kinds = {t.dtype for t in tensors}
         if len(kinds) > 1:
-            return [self.summed([t], name)[0] for t in tensors]
+            return [self.summed([t])[0] for t in tensors]
         if not tensors:
             return []
         flat = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].contiguous().view(-1)
-        if self.group.size > 2 and flat.element_size() < 4:
+        if len(self.shares) > 2 and flat.element_size() < 4:
             flat = flat.float()
         elif len(tensors) == 1:
             flat = flat.clone()
-        self.group.all_reduce_(flat, name)
+        self.group.all_reduce_(flat)
         pieces = flat.to(tensors[0].dtype).split([t.numel() for t in tensors])
         return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
     def range_of(self, units: int) -> tuple[int, int]:
         """This rank's (first, last) of `units` things."""
-        return apportion(units, self.shares)[self.group.position]
+        return apportion(units, self.shares)[self.position]
 
     def site_cuts(self, key: str, parameter: str | None) -> tuple[Cut | None, Cut | None] | None:
         """Parts of a LoRA pair's A and B that are held here (None: whole, its gradient summed over the ranks); None
@@ -255,7 +261,7 @@ class Division:
 
     def facts(self) -> dict[str, Any]:
         """What is in effect, for the receipt."""
-        return {"way": "experts", "ranks": self.group.size, "position": self.group.position, "shares": list(self.shares),
+        return {"way": "experts", "ranks": list(self.group.members), "position": self.position, "shares": list(self.shares),
                 "divided": dict(self.counts), "parts": dict(self.parts), "whole": dict(self.whole)}  # fmt: skip
 
     def undo(self) -> None:
@@ -296,7 +302,7 @@ class Division:
         held = Cut(0, *self.range_of(experts))
         for name in own:
             self.cuts[f"{at}.{name}"] = held
-        module.__dict__["lamella_part"] = ExpertPart(self, held, "experts")
+        module.__dict__["lamella_part"] = ExpertPart(self, held)
         self._experts.append(module)
         self._note("experts", f"experts of {experts}", held.first, held.last, experts)
         return True
@@ -307,14 +313,14 @@ class Division:
             self.whole[type(prover.own(module)).__name__] = why
             return False
         columns = int(module._modules["down_proj"].in_features)  # type: ignore[union-attr, arg-type]
-        unit = columns_at_once(columns, self.group.size)
+        unit = columns_at_once(columns, len(self.shares))
         first, last = (unit * n for n in self.range_of(columns // unit))
         for child, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
             linear = module._modules[child]
             assert linear is not None
             self._cut_linear(f"{at}.{child}", linear, dim, first, last)
         empty = first == last
-        self._put(parent, name, DividedModule(module, self, "mlp", empty=empty, attends=False, tuple_answer=False))
+        self._put(parent, name, DividedModule(module, self, empty=empty, attends=False, tuple_answer=False))
         self._note("mlp", f"MLP columns of {columns}", first, last, columns)
         return True
 
@@ -329,9 +335,7 @@ class Division:
             linear = module._modules[child]
             assert linear is not None
             self._cut_linear(f"{at}.{child}", linear, dim, first * size, last * size)
-        standing = DividedModule(
-            module, self, "attention", empty=first == last, attends=True, tuple_answer=heads.tuple_answer
-        )
+        standing = DividedModule(module, self, empty=first == last, attends=True, tuple_answer=heads.tuple_answer)
         self._put(parent, name, standing)
         self._note("attention", f"key/value heads of {heads.groups}", first, last, heads.groups)
         return True
@@ -372,7 +376,7 @@ def divide(layers: Sequence[nn.Module], prefix: str, group: Group, shares: Seque
         prefix: dotted name of the layer list.
         shares: one for each rank of the group, none negative.
     """
-    assert len(shares) == group.size
+    assert len(shares) == len(group.members)
     division = Division(group, tuple(shares))
     prover = Prover()
     for i, layer in enumerate(layers):

@@ -190,9 +190,9 @@ class SplitRows:
         stage = self.split.stages[at]
         for other in self.split.stages:
             if len(other.ranks) > 1:
-                group = self._ranks.subgroup(other.ranks)
-                if other is stage and stage.way == "experts":
-                    self._engine.divide(stage.ranks, stage.shares, self._ranks.rank, group)
+                self._ranks.subgroup(other.ranks)
+        together = self._ranks.subgroup(stage.ranks) if stage.way == "experts" and len(stage.ranks) > 1 else None
+        self._engine.divide(together, stage.shares)
         here = self.devices[self._ranks.rank].host
         self._engine.assign(stage.first, stage.last, sum(self.devices[rank].host == here for rank in stage.ranks))
         self._engine.walk.peers = self._ranks

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lamella.adapter import Adapter
 from lamella.config import LoraConfig
@@ -21,13 +17,10 @@ from lamella.models.divisible import is_experts
 from lamella.models.experts_cpu import can_fuse
 from lamella.models.layout import pack_rows
 from lamella.models.skeleton import Skeleton, load_config
-from lamella.ranks.reduce import SumGroup
+from lamella.ranks.group import Group, Ranks
 from lamella.store.reader import Store
 from lamella.trace.recorder import RECORDER
 from tests.engine.test_weights import Recording
-from tests.train.processes import free_port
-
-LIMIT_S = 240
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def _listen(walk) -> list[str]:
 def _sum(adapter, group) -> None:
     for p in adapter.parameters().values():
         if group is not None:
-            dist.all_reduce(p.grad)
+            group.all_reduce_(p.grad)
 
 
 def _step(engine, job: Job, group, index: int = 0):
@@ -104,8 +97,9 @@ def _step(engine, job: Job, group, index: int = 0):
     out = engine.step(batches, step_index=index, label_tokens=labels, aux_coef=job.aux_coef, beside_base=index == 0)
     mine = {n: p.grad is not None and bool(p.grad.any()) for n, p in adapter.parameters().items()}
     assert all(p.grad is not None for p in adapter.parameters().values()), "a gradient is missing, not zero"
+    reduced_bytes = RECORDER.totals.nbytes.get("reduce", 0)
     _sum(adapter, group)
-    return out, mine, {n: p.grad.clone() for n, p in adapter.parameters().items()}
+    return out, mine, {n: p.grad.clone() for n, p in adapter.parameters().items()}, reduced_bytes
 
 
 def opened(job: Job) -> Engine:
@@ -129,7 +123,7 @@ def _fused_experts(engine) -> bool:
     return bool(modules) and all(can_fuse(m, x, {}) for m in modules)
 
 
-def do(job: Job, group: SumGroup | None) -> dict:
+def do(job: Job, group: Group | None) -> dict:
     engine = on_slots(job) if job.as_on_device else opened(job)
     if group is not None:
         engine.divide(group, job.shares)
@@ -138,18 +132,18 @@ def do(job: Job, group: SumGroup | None) -> dict:
         weights = engine.walk.weights
         weights.limit(weights.residency.fixed_bytes + 2 * max(weights.layer_bytes()))
         assert len(weights.residency.streamed) == len(engine.skeleton.layers)
-        if group is not None and group.position == 0:  # one rank alone measures what steps take
+        if group is not None and group.index == 0:  # one rank alone measures what steps take
             engine.budget_bytes = 1 << 40
             engine.recompute = "never"
             assert engine.fit([[30]], [10]) is not None
     RECORDER.begin_step(0)
     before = engine.walk.weights.resident_checksum()
     seen = _listen(engine.walk)
-    out, mine, gradients = _step(engine, job, group)
+    out, mine, gradients, reduced_bytes = _step(engine, job, group)
     found = {
         "loss": out.loss_sum, "aux": out.aux, "labels": out.label_tokens, "flops": out.flops, "start": out.start,
         "gradients": gradients, "mine": mine, "seen": list(seen), "facts": engine.facts(), "hits": engine.walk.expert_hits(),
-        "reduced_bytes": RECORDER.totals.nbytes.get("reduce", 0), "fused_experts": _fused_experts(engine),
+        "reduced_bytes": reduced_bytes, "fused_experts": _fused_experts(engine),
         "same_base": engine.walk.weights.resident_checksum() == before,
     }  # fmt: skip
     if job.then is not None:
@@ -170,35 +164,7 @@ def do(job: Job, group: SumGroup | None) -> dict:
     return found
 
 
-def _rank_main(rank: int, world: int, port: int, jobs: list[Job], folder: str) -> None:
-    torch.set_num_threads(1)
-    out = Path(folder) / f"{rank}.pt"
-    try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        group = SumGroup.form([tuple(range(world))])
-        torch.save({job.name: do(job, group) for job in jobs}, out)
-        dist.destroy_process_group()
-    except BaseException:
-        out.with_suffix(".txt").write_text(traceback.format_exc())
-        raise
-
-
-def run_group(world: int, jobs: list[Job], folder: Path) -> list[dict]:
-    """Per rank, what it found in every job."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.divided_ranks"])
-    port = free_port()
-    folder.mkdir(parents=True)
-    ranks = [context.Process(target=_rank_main, args=(r, world, port, jobs, str(folder))) for r in range(world)]
-    for process in ranks:
-        process.start()
-    try:
-        for process in ranks:
-            process.join(LIMIT_S)
-        said = "\n".join(f.read_text() for f in sorted(folder.glob("*.txt")))
-        assert all(p.exitcode == 0 for p in ranks), f"exit codes {[p.exitcode for p in ranks]} (None: hung)\n{said}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(world)]
+def do_all(ranks: Ranks, jobs: list[Job]) -> dict[str, dict]:
+    """What this rank found in every job."""
+    group = ranks.subgroup(range(ranks.world))
+    return {job.name: do(job, group) for job in jobs}

@@ -11,7 +11,8 @@ from lamella.errors import UserError
 from lamella.models.divided import apportion, columns_at_once
 from lamella.store.quantize import quantize_checkpoint
 from tests.conftest import random_rows
-from tests.engine.divided_ranks import Job, do, run_group
+from tests.distributed import run_as_ranks
+from tests.engine.divided_ranks import Job, do, do_all
 from tests.engine.test_families import FAMILIES, SMALL
 from tests.fixtures import dense_config, moe_config, random_model
 from tests.oracle import relative_error
@@ -133,12 +134,11 @@ def three(stores):
 
 
 @pytest.fixture(scope="module")
-def found(stores, tmp_path_factory):
+def found(stores):
     """Job -> what each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
     results = {}
     for world, jobs in ((2, two(stores)), (3, three(stores))):
-        ranks = run_group(world, jobs, folder / str(world))
+        ranks = run_as_ranks(world, do_all, jobs, preload="tests.engine.divided_ranks")
         results |= {job.name: (job, [rank[job.name] for rank in ranks]) for job in jobs}
     return results
 
@@ -205,7 +205,7 @@ def test_sums_are_recorded(found):
         at_once = tokens * hidden * 4
         walks = 2 * 3 * layers - 1  # attention and MLP; forward, again, back (no gradient below the first attention)
         bare = 2 * layers * len(ROWS[0][0] + ROWS[1][0]) * hidden * 4
-        heads = at_once + len(ROWS[0][0] + ROWS[1][0]) * hidden * 4 + 3 * 8
+        heads = at_once + len(ROWS[0][0] + ROWS[1][0]) * hidden * 4 + 3 * 8 + 12  # and whether to keep
         assert rank["reduced_bytes"] == walks * at_once + bare + heads
 
 
@@ -321,7 +321,7 @@ def test_columns_stay_together(columns, ranks, wanted):
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.6, 0.1), (-0.5, 1.5), (0.0, 0.0)])
 def test_shares_that_do_not_fit_are_refused(shares, made):
     class Two:
-        position, size = 0, 2
+        members, index = (0, 1), 0
 
     engine = Engine.open(made(moe_config(experts=5))[0], dtype="fp32")
     with pytest.raises(UserError, match=r"split\.shares"):

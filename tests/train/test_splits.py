@@ -68,6 +68,8 @@ WAYS = {
     "3 uneven": (3, {"kind": "tokens", "shares": [0.5, 0.3, 0.2]}),
     "2 stages": (2, {"kind": "stages", "layers": [3, 1]}),
     "3 stages": (3, {"kind": "stages", "layers": [1, 1, 2]}),
+    "2 by experts": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
+    "3 by experts": (3, {"kind": "experts", "shares": [0.5, 0.3, 0.2]}),
     "tokens x stages": (3, {"kind": "stages", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
 }
 
