@@ -148,7 +148,8 @@ def kill_under_torchrun(folder, kills, count, seed):
         return {r: p for r, p in workers(launcher).items() if p.pid not in killed}
 
     try:
-        for kill in range(kills):
+        while len(seen) < kills:
+            kill = len(seen)
             assert wait_for(lambda: len(fresh()) == 2, lambda: launcher.poll() is None), log.read_text()
             ranks = fresh()
             victim, before = rng.randrange(2), len(lines(run_dir))
@@ -162,9 +163,13 @@ def kill_under_torchrun(folder, kills, count, seed):
                 case _:
                     wait_for(lambda b=before: len(lines(run_dir)) != b, alive)
                     time.sleep(rng.uniform(0, 0.5))
-            seen.append((log.stat().st_size, len(lines(run_dir))))
-            ranks[victim].kill()
+            now = log.stat().st_size, len(lines(run_dir))
             killed |= {p.pid for p in ranks.values()}
+            try:
+                ranks[victim].kill()
+            except psutil.NoSuchProcess:  # it ended after the other rank's death before
+                continue
+            seen.append(now)
         assert launcher.wait(120) == 0, log.read_text()
     except AssertionError:  # show where they are
         for process in workers(launcher).values():
