@@ -10,7 +10,7 @@ HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 pyth
 SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
 ARGS ?=
 
-.PHONY: demo test test-slow bench lint format clean
+.PHONY: demo test test-slow test-distributed bench lint format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m lamella demo $(ARGS)
@@ -20,6 +20,10 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(PY) -m pytest -m "slow and not gpu" --timeout 1800 $(ARGS)
+
+# Everything that runs several processes, 20 random kills among it.
+test-distributed: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "distributed and not gpu" --timeout 1800 $(ARGS)
 
 bench: $(VENV)/.dev
 	$(PY) -m bench.kernels

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lamella.engine.stages import BACKWARD_TAG, BARE_TAG, FORWARD_TAG, Peers, Pending, RankWork, Task
 from lamella.errors import RunFailed
+from lamella.ranks.beats import PULSE
 from lamella.trace.recorder import RECORDER
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ class StepRun:
         for i in range(work.first, work.last):
             begin_s = time.perf_counter()
             walk.weights.bind(i)
+            PULSE.beat(doing=f"layer {i}, forward")
             with RECORDER.span("compute", f"forward {i}"):
                 for p in passing:
                     if p.bare is not None:
@@ -264,6 +266,7 @@ class StepRun:
             p.bare = None
             return
         begin_s = time.perf_counter()
+        PULSE.beat(doing="head")
         with RECORDER.span("compute", "head"):
             total, p.gradient = self.walk.loss_and_gradient(p.item, self.label_tokens)
             if p.bare is not None:
@@ -290,6 +293,7 @@ class StepRun:
         for i in reversed(range(max(work.first, self.first_trained), work.last)):
             begin_s = time.perf_counter()
             walk.weights.bind(i)
+            PULSE.beat(doing=f"layer {i}, backward")
             with RECORDER.span("compute", f"backward {i}"):
                 walk.hang(i, grad=True)
                 for p in passing:

@@ -46,6 +46,7 @@ from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import Cut, ParamPlan
 from lamella.models.skeleton import Skeleton
+from lamella.ranks.beats import PULSE
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.shared import SharedFile
@@ -642,6 +643,7 @@ class LayerWeights:
             UserError: the layer cannot be read, or its file was changed while it is mapped.
             RunFailed: it is read together with other ranks, and one of them failed.
         """
+        PULSE.beat()
         turned = self.bound != i
         if not turned and (not fill or self._filled == i):
             return

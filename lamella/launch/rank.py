@@ -26,6 +26,8 @@ def enter(config: RunConfig) -> None:
     Raises:
         UserError: another number of `[[devices]]` than of ranks.
     """
+    # torch's store prints stack traces when its host ends; what that means is ours to say
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     PULSE.say = say  # when this rank ends itself because others are lost
     place = place_of(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if place.threads is not None:

@@ -196,7 +196,7 @@ class Beats:
                 return True
             own = self._judge.last[self.rank]
             said = own is not None and own.number >= goodbye
-            return said and (not self._hosts_store or self._judge.all_others_ended())
+            return said and (not self._hosts_store or self._judge.nobody_listens(3 * self._beat_s))
 
     def _own(self) -> Beat:
         with self._lock:

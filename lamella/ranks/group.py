@@ -150,21 +150,22 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         patience = timedelta(seconds=timeout_s + _MARGIN_S)
+        ranks = cls(int(os.environ["RANK"]), world)
+        ranks._patience = patience
+        hosts_store = ranks.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
-            dist.init_process_group(backend, timeout=patience)
-            ranks = cls(dist.get_rank(), dist.get_world_size())
-            ranks._patience = patience
-            store, notes = _connect(patience), _connect(patience)
+            store = _attempt(_connect(patience, world, hosts_store))
+            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=world, timeout=patience)
+            signs, notes = _connect(patience), _connect(patience)
         except RuntimeError as error:
             raise RankLost(
-                f"the ranks do not find each other: rank {os.environ['RANK']} of {world} at {place}: {error}",
+                f"the ranks do not find each other: rank {ranks.rank} of {world} at {place}: {error}",
                 fix="see that all ranks run, and that MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME (the network "
                 "interface to use) fit all hosts",
             ) from error
-        attempt = ranks.from_first(uuid.uuid4().hex)  # a restart may find the store of the attempt before
-        hosts_store = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        store, ranks._notes = (dist.PrefixStore(f"lamella/{attempt}", each) for each in (store, notes))
-        beats = Beats(ranks.rank, world, store, place, hosts_store, silence_s, timeout_s)
+        run = ranks.from_first(uuid.uuid4().hex)
+        signs, ranks._notes = (dist.PrefixStore(f"lamella/{run}", each) for each in (signs, notes))
+        beats = Beats(ranks.rank, world, signs, place, hosts_store, silence_s, timeout_s)
         ranks.meet("joining")  # all first beats are in the store
         beats.start()
         ranks.beats = beats
@@ -381,11 +382,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _connect(patience: timedelta) -> dist.Store:
-    """A connection to the group's store, which the launcher or rank 0 hosts."""
+def _connect(patience: timedelta, world: int | None = None, hosts: bool = False) -> dist.Store:
+    """A connection to the group's store, which the launcher holds, or else rank 0 (`hosts`). `world`: wait for so many."""
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, patience, wait_for_workers=False
-    )
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, hosts, patience,
+        wait_for_workers=world is not None, multi_tenant=True,
+    )  # fmt: skip
+
+
+def _attempt(store: dist.Store) -> dist.Store:
+    """The part of the store that belongs to this start of the ranks.
+
+    When `torchrun` is given a fixed port, its store outlives the ranks, with addresses in it at which nobody listens any
+    more. (Where several of its agents work together each start has a store of its own, and their counts may differ.)
+    """
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return store
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _sure(work: dist.Work | None) -> dist.Work:

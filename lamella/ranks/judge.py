@@ -123,8 +123,9 @@ class Judge:
             if answered:
                 self._silent_s[r] += seconds
 
-    def all_others_ended(self) -> bool:
-        return all(beat is not None and beat.ended for r, beat in enumerate(self.last) if r != self.rank)
+    def nobody_listens(self, silence_s: float) -> bool:
+        """All others have ended, or give no sign of life for `silence_s`."""
+        return all(beat.ended or self._gone[r] > 1 or self._silent_s[r] > silence_s for r, beat in self._others())
 
     def verdict(self) -> Verdict | None:
         """What ends this rank now, if anything."""

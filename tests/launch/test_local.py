@@ -13,6 +13,8 @@ from lamella.errors import UserError
 from lamella.launch.local import local_ranks
 from tests.launch.conftest import finish, ranks_of
 
+pytestmark = pytest.mark.distributed
+
 MANY = ("train.steps=100000", "checkpoint.keep=1")
 
 

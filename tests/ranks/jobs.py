@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lamella.hardware.memory import rss_bytes
 from lamella.ranks.group import Ranks
 from lamella.ranks.preflight import TorchLinks, preflight
 
@@ -84,8 +86,17 @@ def spans(ranks: Ranks, folder: Path):
     ]
 
 
-def go_away(how: str) -> None:
+def go_away(how: str, cgroup: str) -> None:
     match how:
+        case "ram full":  # the kernel kills it
+            Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
+            held = []
+            while True:
+                held.append(torch.ones(1 << 22))
+        case "ram limit":  # the kernel gives it no more
+            used = rss_bytes()
+            resource.setrlimit(resource.RLIMIT_DATA, (used + (1 << 30), used + (1 << 30)))
+            torch.ones(1 << 32)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "freeze":
@@ -98,7 +109,7 @@ def go_away(how: str) -> None:
             sys.exit(7)
 
 
-def lose(ranks: Ranks, folder: Path, op: str, how: str):
+def lose(ranks: Ranks, folder: Path, op: str, how: str, cgroup: str = ""):
     """Rank 1 goes away after two steps while the others wait for it in `op`."""
     ranks.on_loss(lambda error: write(folder / f"last-words-{ranks.rank}", str(error)))
     group = ranks.subgroup((0, 1)) if op == "group" else None
@@ -107,7 +118,7 @@ def lose(ranks: Ranks, folder: Path, op: str, how: str):
         ranks.beat(step=step, doing=f"computing step {step + 1}")
     if ranks.rank == 1:
         time.sleep(0.5)
-        go_away(how)
+        go_away(how, cgroup)
     write(folder / f"began-{ranks.rank}", str(time.time()))
     try:
         wait_for_rank_1(ranks, op, group)

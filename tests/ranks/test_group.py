@@ -1,8 +1,11 @@
 """Groups, transfers and notes between real processes."""
 
+import pytest
 import torch
 
 from tests.ranks.processes import run_job
+
+pytestmark = pytest.mark.distributed
 
 
 def results(world, folder):

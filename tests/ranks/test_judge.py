@@ -88,7 +88,21 @@ def test_a_rank_that_left_well_is_not_missed():
     j.hear([beat(2), beat(2, ended=DONE), beat(2, ended=DONE)])
     j.pass_time(1000, True)
     assert j.verdict() is None
-    assert j.all_others_ended()
+    assert j.nobody_listens(1e9)
+
+
+def test_who_still_needs_the_store():
+    j = judge()
+    assert not j.nobody_listens(5)
+    j.hear([beat(2), beat(2, ended=DONE), beat(2)])
+    assert not j.nobody_listens(5)
+    j.pass_time(6, True)
+    assert j.nobody_listens(5)
+    j.hear([beat(3), beat(2, ended=DONE), beat(3)])
+    assert not j.nobody_listens(5)
+    j.gone(2, True)
+    j.gone(2, True)
+    assert j.nobody_listens(5)
 
 
 def test_the_first_error_goes_before_what_it_led_to():

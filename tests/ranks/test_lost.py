@@ -7,6 +7,8 @@ import pytest
 
 from tests.ranks.processes import run_job
 
+pytestmark = pytest.mark.distributed
+
 SILENCE_S = 4
 ENV = {"LAMELLA_SILENCE_S": str(SILENCE_S)}
 SLACK_S = 12

@@ -8,6 +8,8 @@ from lamella.ranks import preflight as module
 from lamella.ranks.group import Ranks
 from tests.ranks.processes import run_job
 
+pytestmark = pytest.mark.distributed
+
 
 def test_b65_good_links_pass_at_once(tmp_path):
     codes, texts = run_job("check_links", 3, tmp_path)

@@ -80,11 +80,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(world: int, runs_dir: Path, sections: dict, options: dict | None = None) -> tuple[list[int], list[str]]:
+def run_ranks(
+    world: int, runs_dir: Path, sections: dict, options: dict | None = None, mode: str = "auto"
+) -> tuple[list[int], list[str]]:
     """Exit codes and stderr of the `world` processes of one fake training."""
-    env = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port())}  # fmt: skip
-    ranks = [start(runs_dir, sections, options=options, env={**env, "RANK": str(rank)}) for rank in range(world)]
+    port = free_port()
+    ranks = [start(runs_dir, sections, mode, options, torchrun_env(world, rank, port)) for rank in range(world)]
     deadline_s = time.monotonic() + LIMIT_S
     try:
         ended = [rank.finish(deadline_s) for rank in ranks]

@@ -22,6 +22,8 @@ from tests import fixtures
 from tests.train import fake
 from tests.train.processes import LIMIT_S, free_port, run_ranks, start
 
+pytestmark = pytest.mark.distributed
+
 ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
 

@@ -14,6 +14,8 @@ from tests import fixtures
 from tests.distributed import run_as_ranks
 from tests.train.test_ranks import SGD_LIKE
 
+pytestmark = pytest.mark.distributed
+
 STEPS = 20
 CPU = {"device": "cpu", "threads": 1}
 

@@ -20,6 +20,8 @@ from tests.trace.format import check, slices
 from tests.train import fake
 from tests.train.processes import run_ranks, start
 
+pytestmark = pytest.mark.distributed
+
 AHEAD_S = 7.0
 
 
