@@ -72,6 +72,7 @@ WAYS = {
     "3 stages": (3, {"kind": "stages", "layers": [1, 1, 2]}),
     "2 by experts": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
     "3 by experts": (3, {"kind": "experts", "shares": [0.5, 0.3, 0.2]}),
+    "experts over 2": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
     "tokens x stages": (3, {"kind": "stages", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
 }
 
