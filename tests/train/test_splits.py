@@ -72,7 +72,11 @@ WAYS = {
     "3 stages": (3, {"kind": "stages", "layers": [1, 1, 2]}),
     "2 by experts": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
     "3 by experts": (3, {"kind": "experts", "shares": [0.5, 0.3, 0.2]}),
+<<<<<<< HEAD
     "experts over 2": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
+=======
+    "experts x stages": (3, {"kind": "experts", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
+>>>>>>> 6edbd5392c28bc0e3d223de7f9f787650aa4edfe
     "tokens x stages": (3, {"kind": "stages", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
 }
 
@@ -85,6 +89,8 @@ def test_any_split_trains_the_same_adapter(way, stores4, one, tmp_path):
     same(tmp_path / "run", one)
     steps = lines(tmp_path / "run")
     assert [d["rank"] for d in steps[-1]["devices"]] == list(range(world))
+    divided = json.loads((tmp_path / "run" / "receipt.json").read_text())["engine"]["split"]
+    assert (divided is not None) == (split["kind"] == "experts")
 
 
 class Scripted:
