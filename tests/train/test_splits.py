@@ -72,11 +72,7 @@ WAYS = {
     "3 stages": (3, {"kind": "stages", "layers": [1, 1, 2]}),
     "2 by experts": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
     "3 by experts": (3, {"kind": "experts", "shares": [0.5, 0.3, 0.2]}),
-<<<<<<< HEAD
-    "experts over 2": (2, {"kind": "experts", "shares": [0.6, 0.4]}),
-=======
     "experts x stages": (3, {"kind": "experts", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
->>>>>>> 6edbd5392c28bc0e3d223de7f9f787650aa4edfe
     "tokens x stages": (3, {"kind": "stages", "stages": [2, 1], "layers": [2, 2], "shares": [0.6, 0.4, 1.0]}),
 }
 
