@@ -109,7 +109,8 @@ def job(tmp_path):
     (tmp_path / "run.toml").write_text(
         'store = "store"\nruns_dir = "runs"\n[data]\ntrain = ["rows.jsonl"]\n[lora]\nrank = 4\ndropout = 0.1\n'
         '[train]\nrows_per_step = 4\nsteps = 60\nschedule = "constant"\nwarmup_steps = 0\n[compute]\ndtype = "fp32"\n'
-        "threads = 1\n[split]\nkind = "tokens"\nshares = [1.0, 1.0]\nrebalance = false\n[checkpoint]\nevery_steps = 1\nkeep = 2\n"
+        'threads = 1\n[split]\nkind = "tokens"\nshares = [1.0, 1.0]\nrebalance = false\n'
+        "[checkpoint]\nevery_steps = 1\nkeep = 2\n"
     )
     return tmp_path
 
