@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lamella.errors import RunFailed, UserError
+from lamella.errors import RankLost, RunFailed, UserError
 from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.trace.recorder import RECORDER
 
@@ -44,7 +44,7 @@ class Peers(Protocol):
         On a GPU the work is ordered with the current stream.
 
         Raises:
-            RunFailed: a rank is gone, or did not come in time.
+            RankLost: a rank is gone, or did not come in time.
         """
 
 
@@ -92,7 +92,7 @@ class GroupPeers:
                 own = into.split(list(sizes))[self.rank]
                 dist.all_gather_into_tensor(into, own, group=self._device)
         except RuntimeError as error:
-            raise RunFailed(
+            raise RankLost(
                 f"rank {self.ranks[self.rank]} lost the ranks {list(self.ranks)} that it reads layers with: {error}",
                 fix="see the first error of the other ranks",
             ) from error

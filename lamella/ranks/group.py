@@ -258,6 +258,12 @@ class Ranks:
             )
         self.beats.fail(verdict, error)
 
+    def blame(self, error: RankLost) -> None:
+        """Of an error that says that some rank is gone: raises one that says which, when that can be found."""
+        verdict = None if self.beats is None else self.beats.explain()
+        if self.beats is not None and verdict is not None:
+            self.beats.fail(verdict, error)
+
     def meet(self, where: str) -> None:
         """Wait here for all ranks. `where` stands in messages until the next meeting."""
         self._where = f"in {where}"

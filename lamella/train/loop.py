@@ -24,7 +24,7 @@ import xxhash
 from lamella.adapter.lora import is_finite, is_zero
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.errors import RunFailed, UserError
+from lamella.errors import RankLost, RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks, reason_of
 from lamella.ranks.preflight import preflight
@@ -354,6 +354,8 @@ def _gradients(
             where = "" if bad_layer is None else f" from layer {bad_layer} on"
     except Exception as error:
         if run.spread.pipelined:  # the others wait for this rank in the middle of their steps: they learn it by its end
+            if isinstance(error, RankLost):
+                ranks.blame(error)
             raise
         ranks.meet(f"step {k + 1}")
         ranks.sum_numbers([0.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * len(parameters), *tracing.no_numbers(ranks)])

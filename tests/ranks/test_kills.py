@@ -100,8 +100,8 @@ def test_killed_three_times_and_started_again(tmp_path):
 
 @pytest.fixture
 def job(tmp_path):
-    """run.toml of a real MoE, 60 steps of 4 rows, a checkpoint after each. Shares of the ranks stay as they are: whoever
-    divides by measured times gets other roundings each time."""
+    """run.toml of a real MoE, 60 steps of 4 rows, a checkpoint after each. The ranks' shares are given: divided by
+    measured speed, each run would have its own rounding."""
     fixtures.write_checkpoint(tmp_path / "hf", fixtures.moe_config(), tokenizer=fixtures.make_tokenizer())
     quantize_checkpoint(tmp_path / "hf", tmp_path / "store", threads=1)
     rows = [{**row, "id": 12 * k + row["id"]} for k in range(5) for row in fixtures.chat12()]
@@ -109,7 +109,8 @@ def job(tmp_path):
     (tmp_path / "run.toml").write_text(
         'store = "store"\nruns_dir = "runs"\n[data]\ntrain = ["rows.jsonl"]\n[lora]\nrank = 4\ndropout = 0.1\n'
         '[train]\nrows_per_step = 4\nsteps = 60\nschedule = "constant"\nwarmup_steps = 0\n[compute]\ndtype = "fp32"\n'
-        "threads = 1\n[split]\nrebalance = false\n[checkpoint]\nevery_steps = 1\nkeep = 2\n"
+        'threads = 1\n[split]\nkind = "tokens"\nshares = [1.0, 1.0]\nrebalance = false\n'
+        "[checkpoint]\nevery_steps = 1\nkeep = 2\n"
     )
     return tmp_path
 

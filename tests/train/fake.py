@@ -160,6 +160,7 @@ class FakeEngine:
         if self.options.fail_rank == self.ranks.rank and step_index == 2:
             raise UserError("the disk of this rank is gone")
         if self.options.hang_rank == self.ranks.rank and step_index == 2:
+            time.sleep(0.3)  # its last beat is on its way
             os.kill(os.getpid(), signal.SIGKILL)
         if self.options.stop_at == step_index:
             os.kill(os.getpid(), signal.SIGKILL)
