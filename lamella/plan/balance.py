@@ -26,8 +26,8 @@ PROOF = 4
 """Steps that prove a smaller one."""
 MEMORY = 16
 """Steps that the average looks back."""
-SETTLED = 12
-"""Steps without a change after which half the threshold is enough."""
+FIRM = 2
+"""Steps whose average the threshold is meant for; the mean of more is firmer by the square root, and less is then enough."""
 
 
 @dataclass
@@ -45,6 +45,9 @@ class _Speed:
     steps: int = 0
 
     def observe(self, x: float, threshold: float) -> None:
+        if not self.steps and not self.apart:  # what was planned with says little of how fast steps are
+            self.slowness, self.steps = x, 1
+            return
         off = x - self.slowness
         if abs(off) <= math.log1p(threshold):
             self.apart = []
@@ -141,8 +144,12 @@ class Balancer:
                 best.append(fluid.split(teams, found[1], self.split.groups, self.in_flight))
         seconds = [estimate(fluid, split, groups, self.in_flight) for split in best]
         now = estimate(fluid, self.split, groups, self.in_flight)
-        settled = all(speed.steps >= SETTLED and not speed.apart for speed in self._speeds)
-        saves = 1 - (self.threshold / 2 if settled else self.threshold)
+        # A rank without rows has shown nothing, and where the last steps stand apart the average may be about to change.
+        shown = [speed for speed in self._speeds if speed.steps]
+        if any(speed.steps < FIRM for speed in shown):
+            return None
+        steps = min((FIRM if speed.apart else min(speed.steps, MEMORY) for speed in shown), default=FIRM)
+        saves = 1 - self.threshold * math.sqrt(FIRM / max(steps, FIRM))
         # Shares alone where they will do: layers that move take their adapter state along.
         choice = 1 if len(best) > 1 and seconds[1] <= seconds[0] * saves else 0
         if seconds[choice] > now * saves:

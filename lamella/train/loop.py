@@ -8,6 +8,7 @@ ends with the bits of an unbroken one.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import xxhash
 
 from lamella.adapter.lora import is_finite, is_zero
@@ -27,6 +29,7 @@ from lamella.console import notice, progress
 from lamella.errors import RankLost, RunFailed, UserError
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks, reason_of
+from lamella.ranks.place import place_of
 from lamella.ranks.preflight import preflight
 from lamella.trace.recorder import RECORDER
 from lamella.trace.summary import DeviceFacts, summarise
@@ -108,10 +111,10 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
 
         assemble = assemble_parts
     check_validation(config.validation)
-    ranks = Ranks.join()
+    ranks = _join(config)
     folder = RunFolder(config)
     try:
-        preflight(ranks)
+        preflight(ranks, _device_of(config))
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
         try:
@@ -123,6 +126,18 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
     finally:
         folder.close()
         ranks.leave(sys.exception())
+
+
+def _device_of(config: RunConfig) -> str:
+    """This rank's device, as its launcher numbered it."""
+    return place_of(config, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))).device
+
+
+def _join(config: RunConfig) -> Ranks:
+    device = _device_of(config) if "RANK" in os.environ else config.compute.device
+    if device.startswith("cuda:") and torch.cuda.is_available():
+        torch.cuda.set_device(device)  # NCCL takes the current one
+    return Ranks.join(device)
 
 
 def _begin(folder: RunFolder, mode: Mode) -> Beginning:
