@@ -35,6 +35,8 @@ bench: $(VENV)/.dev
 	$(PY) -m bench.checkpoint
 	$(PY) -m bench.scale
 	$(PY) -m bench.size
+	$(PY) -m bench.shared
+	$(PY) -m bench.hetero
 	$(PY) -m bench.train
 
 lint: $(VENV)/.dev

@@ -156,7 +156,7 @@ def test_a_rank_that_fails_ends_the_others(how, path, tmp_path):
     shutil.copytree(path, tmp_path / "store")
     ended = run_group(2, one_fails, str(tmp_path / "store"), how)
     kind, text, seconds = ended[0][1]
-    assert kind == "RunFailed", text
+    assert kind == ("RankLost" if how == "killed" else "RunFailed"), text
     assert seconds < 30
     if how == "killed":
         assert ended[1] == ("gone", None)

@@ -85,9 +85,12 @@ def test_a_failed_run_ends_with_1_and_is_not_started_again(command):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_starts_all_again_from_the_last_step(command):
+@pytest.mark.parametrize(
+    "kind", ["tokens", pytest.param("stages", marks=pytest.mark.slow), pytest.param("experts", marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_starts_all_again_from_the_last_step(kind, command):
     """Also with --fresh, which belongs to the first start alone."""
-    process = command.start(*MANY, "--fresh")
+    process = command.start(*MANY, f"split.kind={kind}", "--fresh")
     command.wait_for_step(3, process)
     ranks_of(process)[1].kill()
     done = command.steps()[-1]

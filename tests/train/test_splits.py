@@ -1,6 +1,9 @@
 """Whole trainings divided in every way end with the adapter of one process."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +15,8 @@ from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
 from tests import fixtures
 from tests.distributed import run_as_ranks
+from tests.ranks.netns import two_hosts
+from tests.train.processes import free_port
 from tests.train.test_ranks import SGD_LIKE
 
 pytestmark = pytest.mark.distributed
@@ -134,3 +139,50 @@ def test_a_device_that_slows_down_gets_less_and_the_result_stays(kind, stores4, 
         assert layers[0] == 3, "the faster device took a layer over"
     else:
         assert found[0]["shares"][0] > 0.7
+
+
+def test_another_split_and_number_of_ranks_at_every_resume(stores4, one, tmp_path):
+    parts = (
+        (6, 1, {}),
+        (13, 2, {"kind": "stages", "layers": [1, 3]}),
+        (STEPS, 3, {"kind": "tokens", "shares": [0.5, 0.3, 0.2]}),
+    )
+    for steps, world, split in parts:
+        config = config_of(
+            stores4, tmp_path, devices=[CPU] * world if world > 1 else [], split={**split, "rebalance": False},
+            train={"steps": steps},
+        )  # fmt: skip
+        if world == 1:
+            train_run(config)
+        else:
+            run_as_ranks(world, trained, config, "resume", join=False, preload="tests.train.test_splits")
+    same(tmp_path / "run", one)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_pipeline_over_two_hosts(stores4, one, tmp_path):
+    """Two network namespaces joined by a slow link."""
+    config = config_of(
+        stores4, tmp_path, devices=[CPU, CPU], split={"kind": "stages", "layers": [2, 2], "rebalance": False}
+    )
+    file = tmp_path / "run.json"
+    file.write_text(config.model_dump_json())
+    port = free_port()
+    with two_hosts() as hosts:
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", hosts.names[r], sys.executable, "-c", TRAIN, str(file)],
+                env={**os.environ, **hosts.env(2, r, port)}, stderr=subprocess.PIPE, text=True,
+            )
+            for r in range(2)
+        ]  # fmt: skip
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    same(tmp_path / "run", one)
+
+
+TRAIN = (
+    "import sys; from lamella.config import RunConfig; from lamella.train.loop import train_run; "
+    "train_run(RunConfig.model_validate_json(open(sys.argv[1]).read()))"
+)
