@@ -59,6 +59,7 @@ class Pulse:
         waits: it waits for other ranks; what for is in `doing`.
         ended: "" while it runs, `judge.DONE`, or the error that ended it.
         blames: the rank that this error is about, if another.
+        planned_bytes: what its plan says it takes beyond the program.
         say: shows an error; who starts this process may want it elsewhere than on the terminal.
     """
 
@@ -68,6 +69,7 @@ class Pulse:
     count: int = 0
     ended: str = ""
     blames: int | None = None
+    planned_bytes: int = 0
     say: Callable[[UserError], None] = show_error
 
     def beat(self, step: int | None = None, doing: str = "") -> None:
@@ -205,6 +207,7 @@ class Beats:
         return Beat(
             number=number, progress=PULSE.count, step=PULSE.step, doing=PULSE.doing, waits=PULSE.waits,
             ended=PULSE.ended, blames=PULSE.blames, host=platform.node(), rss_bytes=rss_bytes(),
+            planned_bytes=PULSE.planned_bytes,
             free_bytes=int(psutil.virtual_memory().available), oom_kills=oom_kills(), pid=os.getpid(), pids=self._pids,
         )  # fmt: skip
 

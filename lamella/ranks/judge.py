@@ -28,6 +28,7 @@ class Beat:
         ended: "" while it runs, `DONE`, or the error that ended it.
         blames: the rank that this error is about, if another.
         oom_kills: processes the kernel of `host` has killed for lack of memory.
+        planned_bytes: what its plan says it takes beyond the program; 0: not said.
         pid, pids: its process, and which processes know it by that number.
     """
 
@@ -42,6 +43,7 @@ class Beat:
     rss_bytes: int = 0
     free_bytes: int = 0
     oom_kills: int = 0
+    planned_bytes: int = 0
     pid: int = 0
     pids: str = ""
 
@@ -212,15 +214,16 @@ class Judge:
 
     def _memory(self, beat: Beat) -> str:
         """Signs that the kernel killed it for lack of memory."""
+        planned = f" ({format_bytes(beat.planned_bytes)} beyond the program were planned)" if beat.planned_bytes else ""
         now = max((other.oom_kills for other in self.last if other is not None and other.host == beat.host), default=0)
         if now > self._first_kills.get(beat.host, now):
             return (
                 f". It probably ran out of memory: the kernel of {beat.host} has killed a process for that meanwhile "
-                f"(rank held {format_bytes(beat.rss_bytes)})"
+                f"(rank held {format_bytes(beat.rss_bytes)}){planned}"
             )
         if beat.free_bytes < _LOW_MEMORY * (beat.free_bytes + beat.rss_bytes):
             return (
                 f". It probably ran out of memory: it held {format_bytes(beat.rss_bytes)}, and "
-                f"{format_bytes(beat.free_bytes)} were left on {beat.host}"
+                f"{format_bytes(beat.free_bytes)} were left on {beat.host}{planned}"
             )
         return ""

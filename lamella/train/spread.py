@@ -30,6 +30,7 @@ from lamella.plan.search import Choice, find_split
 from lamella.plan.simulate import simulate
 from lamella.plan.split import Split, Stage
 from lamella.plan.work import StepPlan, plan_step
+from lamella.ranks.beats import PULSE
 from lamella.ranks.group import Ranks
 from lamella.train.parts import TrainData
 
@@ -197,6 +198,10 @@ class SplitRows:
         self._engine.assign(stage.first, stage.last, sum(self.devices[rank].host == here for rank in stage.ranks))
         self._engine.walk.peers = self._ranks
         self._fit(self.batches)
+        if self._engine.plan is not None:
+            PULSE.planned_bytes = self._engine.plan.beyond_program_bytes
+        elif self.choice is not None:
+            PULSE.planned_bytes = self.choice.memory[self._ranks.rank].need
         self._gather(fast_peers=False)
 
     def _gather(self, fast_peers: bool) -> None:

@@ -171,6 +171,13 @@ def test_signs_of_memory_that_ran_out():
     assert "probably ran out of memory: it held" in j.verdict().what
 
 
+def test_b68_a_rank_killed_for_its_memory_is_told_with_what_was_planned():
+    j = judge()
+    j.pass_time(11, True)
+    j.hear([beat(3), beat(1, planned_bytes=3 * GB), beat(3, oom_kills=1)])
+    assert "(3.22 GB beyond the program were planned)" in j.verdict().what
+
+
 def test_a_kill_on_another_host_is_no_sign():
     j = judge()
     j.hear([beat(2, host="a"), beat(2, host="b"), beat(2, host="a")])
