@@ -19,11 +19,16 @@ class Pace:
         self.factor = 1.0
         self.begin_step(0)
 
+    @staticmethod
+    def clock() -> float:
+        """Seconds that this thread has computed: what other processes on the same cores take is not to be stretched."""
+        return time.thread_time()
+
     def begin_step(self, step: int) -> None:
         """Take the factor of this step."""
         self.factor = next((factor for begin, factor in reversed(self._pairs) if begin <= step), 1.0)
 
     def stretch(self, seconds: float) -> None:
-        """Sleep for what computing of so many seconds would have taken longer."""
+        """Sleep for what computing of so many seconds (by `clock`) would have taken longer."""
         if self.factor > 1:
             time.sleep(seconds * (self.factor - 1))

@@ -7,7 +7,6 @@ is sent beside the next work.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -228,7 +227,7 @@ class StepRun:
             walk.weights.pass_by(range(work.first, work.last))
             return
         for i in range(work.first, work.last):
-            begin_s = time.perf_counter()
+            begin_s = self.walk.pace.clock()
             walk.weights.bind(i)
             PULSE.beat(doing=f"layer {i}, forward")
             with RECORDER.span("compute", f"forward {i}"):
@@ -245,7 +244,7 @@ class StepRun:
                     self.peaks[i] = torch.maximum(self.peaks[i], walk.peak(p.item.hidden))
                 if not self.keep and i < work.last - 1:
                     walk.unhang(i)
-                walk.pace.stretch(time.perf_counter() - begin_s)
+                walk.pace.stretch(walk.pace.clock() - begin_s)
         for p in passing:
             self._hand_on(p)
 
@@ -265,7 +264,7 @@ class StepRun:
                     self.transfers.give(p.bare.hidden, task, task.targets, BARE_TAG)
             p.bare = None
             return
-        begin_s = time.perf_counter()
+        begin_s = self.walk.pace.clock()
         PULSE.beat(doing="head")
         with RECORDER.span("compute", "head"):
             total, p.gradient = self.walk.loss_and_gradient(p.item, self.label_tokens)
@@ -276,7 +275,7 @@ class StepRun:
                 p.bare = None
             if task.speaks:
                 self.loss += total
-            self.walk.pace.stretch(time.perf_counter() - begin_s)
+            self.walk.pace.stretch(self.walk.pace.clock() - begin_s)
 
     def _backward(self, group: int) -> None:
         walk, work = self.walk, self.work
@@ -291,7 +290,7 @@ class StepRun:
             if p.task.targets:
                 p.gradient = self.transfers.take(p.task, p.task.targets[0], BACKWARD_TAG, p.item.batch.tokens)
         for i in reversed(range(max(work.first, self.first_trained), work.last)):
-            begin_s = time.perf_counter()
+            begin_s = self.walk.pace.clock()
             walk.weights.bind(i)
             PULSE.beat(doing=f"layer {i}, backward")
             with RECORDER.span("compute", f"backward {i}"):
@@ -304,7 +303,7 @@ class StepRun:
                 walk.gradients.layer_done()
                 if not self.keep or not self.backs_left:  # kept graphs of other groups need the leaves
                     walk.unhang(i)
-                walk.pace.stretch(time.perf_counter() - begin_s)
+                walk.pace.stretch(walk.pace.clock() - begin_s)
         for p in passing:
             if p.task.back_to and self.sends_back and p.task.speaks:
                 assert p.gradient is not None

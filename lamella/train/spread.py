@@ -39,8 +39,8 @@ PROBE_BYTES = 4 << 20
 READ_BYTES_PER_S = 1.5e9
 DEQUANTISE_BYTES_PER_S = 1.0e10
 REACHED = 0.5
-"""Share of the matmul rate that training is taken to reach before its speed is measured."""
-
+"""Share of the matmul rate that training is taken to reach. These three are taken, not measured, for the first split alone:
+steps show how fast a device is with all of them together."""
 
 Fit = Callable[[Callable[[Sequence[int]], list[PackedBatch]]], None]
 
@@ -106,7 +106,7 @@ class SplitRows:
 
     Args:
         layer_of: layer that a parameter belongs to.
-        state: a checkpoint's split, taken when it is for as many ranks.
+        state: a checkpoint's split, taken when it is for as many ranks and the same settings.
         fit: makes this rank's micro-batches of any step fit its budget; gets `batches`.
     """
 
@@ -123,7 +123,7 @@ class SplitRows:
         micro = config.train.micro_batch_tokens
         self.choice: Choice | None = None
         self._in_flight: int | None = None
-        if state is not None and _ranks_of(state) == ranks.world:
+        if state is not None and _ranks_of(state) == ranks.world and state["asked"] == self._asked():
             self.split, self._in_flight = _split_from(state), state["in_flight"]
         else:
             self.choice = find_split(self.model, self.devices, self.links, first_rows, config.split, micro)
@@ -143,6 +143,10 @@ class SplitRows:
         )
         self._plan: tuple[tuple[int, ...], StepPlan] | None = None
         self._settle()
+
+    def _asked(self) -> dict[str, Any]:
+        """Settings that a split follows from: a checkpoint's split is for its own ones."""
+        return self._config.model_dump(mode="json", include={"split", "devices"})
 
     def _measure(self) -> list[Device]:
         config, rank = self._config, self._ranks.rank
@@ -300,7 +304,7 @@ class SplitRows:
     def state(self) -> dict[str, Any] | None:
         """For the checkpoint: a resumed run of as many ranks goes on with this split."""
         return {"stages": [asdict(stage) for stage in self.split.stages], "groups": self.split.groups,
-                "in_flight": self._in_flight}  # fmt: skip
+                "in_flight": self._in_flight, "asked": self._asked()}  # fmt: skip
 
 
 def _counts(batches: Sequence[PackedBatch]) -> tuple[int, int]:

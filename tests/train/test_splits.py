@@ -94,6 +94,13 @@ def test_any_split_trains_the_same_adapter(way, stores4, one, tmp_path):
     assert (divided is not None) == (split["kind"] == "experts")
 
 
+def newest_split(run_dir):
+    """Stages of the newest checkpoint's split."""
+    newest = max((run_dir / "checkpoints").iterdir())
+    (state,) = [json.loads(f.read_text()) for f in newest.glob("*.json") if '"in_flight"' in f.read_text()]
+    return state["split"]["stages"]
+
+
 class Scripted:
     """A spread that is told how long ranks computed: rank 1 at a fifth of its speed from the sixth step on."""
 
@@ -131,9 +138,7 @@ def test_a_device_that_slows_down_gets_less_and_the_result_stays(kind, stores4, 
     config = config_of(stores4, tmp_path, devices=[CPU, CPU], split={"kind": kind})
     run_as_ranks(2, trained_as_scripted, config, join=False, preload="tests.train.test_splits")
     same(tmp_path / "run", one)
-    newest = max((tmp_path / "run" / "checkpoints").iterdir())
-    (state,) = [json.loads(f.read_text()) for f in newest.glob("*.json") if "stages" in f.read_text()]
-    found = state["split"]["stages"]
+    found = newest_split(tmp_path / "run")
     if kind == "stages":
         layers = {stage["ranks"][0]: stage["last"] - stage["first"] for stage in found}
         assert layers[0] == 3, "the faster device took a layer over"
@@ -144,7 +149,8 @@ def test_a_device_that_slows_down_gets_less_and_the_result_stays(kind, stores4, 
 def test_another_split_and_number_of_ranks_at_every_resume(stores4, one, tmp_path):
     parts = (
         (6, 1, {}),
-        (13, 2, {"kind": "stages", "layers": [1, 3]}),
+        (10, 2, {"kind": "tokens", "shares": [0.5, 0.5]}),
+        (14, 2, {"kind": "stages", "layers": [1, 3]}),
         (STEPS, 3, {"kind": "tokens", "shares": [0.5, 0.3, 0.2]}),
     )
     for steps, world, split in parts:
@@ -156,6 +162,7 @@ def test_another_split_and_number_of_ranks_at_every_resume(stores4, one, tmp_pat
             train_run(config)
         else:
             run_as_ranks(world, trained, config, "resume", join=False, preload="tests.train.test_splits")
+            assert len(newest_split(tmp_path / "run")) == len(split.get("layers", "1")), "as asked at this resume"
     same(tmp_path / "run", one)
 
 
