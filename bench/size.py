@@ -7,7 +7,7 @@ case is one row of 16k tokens on the demo's model. One JSON line per case: peak 
 what held it, seconds, seconds from the process's start to its first step (imports included), tokens/s, bytes read from
 storage, and what the receipt says.
 
-    python -m bench.size [--case 30B] [--folder DIR] [--steps 1] [--tiny]
+    python -m bench.size [--case 30B] [--folder DIR] [--steps 1] [--start-up] [--tiny]
 
 Needs about 20 GB of disk for the 30B store, and 12 GB for the other one and its adapter's state; `--folder` keeps the
 stores for the next time.
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,14 +162,16 @@ def read_bytes() -> int:
 class TimedRows:
     """A run's rows, noting when the loop asks for a step's (seconds of `time.monotonic`, one clock for all processes)."""
 
-    def __init__(self, data: Any, starts: list[float]) -> None:
-        self._data, self._starts = data, starts
+    def __init__(self, data: Any, starts: list[float], stop: bool = False) -> None:
+        self._data, self._starts, self._stop = data, starts, stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
     def rows_of(self, step_index: int) -> Any:
         self._starts.append(time.monotonic())
+        if self._stop:
+            raise KeyboardInterrupt
         return self._data.rows_of(step_index)
 
 
@@ -184,6 +187,24 @@ def timed_run(config: RunConfig) -> tuple[TrainResult, list[float]]:
         return replace(parts, data=TimedRows(parts.data, starts))
 
     return train_run(config, "fresh", assemble), starts
+
+
+def start_up(file: Path, spawned_s: float) -> None:
+    """As `child`, stopped when the first step is about to begin."""
+    from lamella.config import load_run_config
+    from lamella.hardware.memory import peak_rss_bytes
+    from lamella.train.assemble import assemble_parts
+    from lamella.train.loop import train_run
+
+    starts: list[float] = []
+
+    def assemble(*args: Any) -> Any:
+        parts = assemble_parts(*args)
+        return replace(parts, data=TimedRows(parts.data, starts, stop=True))
+
+    with suppress(KeyboardInterrupt):
+        train_run(load_run_config(file), "fresh", assemble)
+    print(json.dumps({"start_up_s": round(starts[0] - spawned_s, 2), "peak_rss_bytes": peak_rss_bytes()}))
 
 
 def child(file: Path, spawned_s: float) -> None:
@@ -205,8 +226,12 @@ def limited(command: list[str], limit: MemoryLimit) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def measure(case: Case, folder: Path, steps: int) -> dict[str, Any]:
-    """Make the inputs, train under the limit, and put the figures together."""
+def measure(case: Case, folder: Path, steps: int, only_start: bool = False) -> dict[str, Any]:
+    """Make the inputs, train under the limit, and put the figures together.
+
+    Args:
+        only_start: stop when the first step is about to begin.
+    """
     begin_s = time.perf_counter()
     store = make_store(folder, case)
     synth_s = time.perf_counter() - begin_s
@@ -215,7 +240,8 @@ def measure(case: Case, folder: Path, steps: int) -> dict[str, Any]:
         rows = Path(scratch) / "rows.jsonl"
         write_rows(rows, case, steps)
         file = run_toml(case, store, rows, Path(scratch), steps)
-        done = limited([sys.executable, "-m", "bench.size", "--child", str(file), str(time.monotonic())], limit)
+        part = "--child-start" if only_start else "--child"
+        done = limited([sys.executable, "-m", "bench.size", part, str(file), str(time.monotonic())], limit)
         common = {
             "case": case.name, "layers": case.config["num_hidden_layers"], "bar_bytes": case.bar_bytes,
             "limit_bytes": limit_bytes, "limit": limit.kind, "group_peak_bytes": limit.peak_bytes(),
@@ -224,6 +250,8 @@ def measure(case: Case, folder: Path, steps: int) -> dict[str, Any]:
         if done.returncode:
             return {**common, "ok": False, "exit_code": done.returncode}
         figures = json.loads(done.stdout.splitlines()[-1])
+        if only_start:
+            return {**common, **figures, "bar_s": 10, "ok": figures["start_up_s"] < 10}
         receipt = json.loads(Path(figures.pop("receipt")).read_text())
         metrics = [json.loads(line) for line in (file.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     return {**common, **_told(figures, receipt, metrics, case)}
@@ -256,21 +284,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a case")
     parser.add_argument("--folder", type=Path, help="keep the stores here; default: a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="the same way with tiny shapes")
+    parser.add_argument("--start-up", action="store_true", help="stop when the first step is about to begin")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child-start", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
         child(Path(args.child[0]), float(args.child[1]))
+        return
+    if args.child_start is not None:
+        start_up(Path(args.child_start[0]), float(args.child_start[1]))
         return
     if args.steps < 1:
         raise UserError(f"--steps is {args.steps}", fix="take 1 or more")
     wanted = [case for case in (TINY if args.tiny else CASES) if args.case in case.name]
     if not wanted:
         raise UserError(f"no case has {args.case!r} in its name")
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         for case in wanted:
-            if args.folder is not None:
-                args.folder.mkdir(parents=True, exist_ok=True)
-            print(json.dumps(measure(case, args.folder or Path(scratch), args.steps)), flush=True)
+            print(json.dumps(measure(case, args.folder or Path(scratch), args.steps, args.start_up)), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,13 @@ def test_tiny_cases_train_under_the_limit(case, folder):
     json.dumps(line)
 
 
+def test_start_up_ends_before_the_first_step(folder):
+    line = size.measure(size.TINY[1], folder, steps=1, only_start=True)
+    assert line["start_up_s"] > 0
+    assert 0 < line["peak_rss_bytes"] <= size.TINY[1].bar_bytes
+    assert "step_s" not in line
+
+
 def test_a_job_that_needs_more_than_the_limit_is_ended(folder):
     case = dataclasses.replace(size.TINY[0], bar_bytes=120 << 20)  # less than its imports take
     line = size.measure(case, folder, steps=1)
