@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from lamella.adapter import Adapter
-from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.engine.boundary import Boundaries, GradientSums
 from lamella.engine.walk import Walk
@@ -20,6 +19,7 @@ from lamella.models.skeleton import Skeleton, load_config
 from lamella.ranks.group import Group, Ranks
 from lamella.store.reader import Store
 from lamella.trace.recorder import RECORDER
+from tests.engine.test_families import trained_adapter
 from tests.engine.test_weights import Recording
 
 
@@ -48,15 +48,7 @@ class Job:
 
 def prepared_adapter(engine, job: Job) -> Adapter:
     """B away from zero, so that every gradient is exercised."""
-    settings = LoraConfig(rank=4, alpha=8, targets=job.targets, dropout=job.dropout)
-    adapter = Adapter.create(engine.skeleton, settings, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in adapter.parameters().items():
-            if name.endswith("lora_B"):
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
-    engine.attach(adapter)
-    return adapter
+    return trained_adapter(engine, job.targets, dropout=job.dropout)
 
 
 def _bits(tensor) -> str:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamella.adapter import Adapter
-from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.engine.costs import model_cost
 from lamella.engine.stages import rank_work, whole_work
@@ -19,6 +17,7 @@ from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 from lamella.store.reader import Store
 from tests.conftest import random_rows
 from tests.distributed import run_as_ranks
+from tests.engine.test_families import trained_adapter
 from tests.fixtures import moe_config, write_checkpoint
 
 ROWS = random_rows((5, 23, 9, 30, 12, 17, 8, 26))
@@ -36,14 +35,7 @@ def store(tmp_path_factory):
 
 def opened(store: Path, dtype: str, recompute: str, dropout: float = 0.0, budget: int | None = None) -> Engine:
     engine = Engine.open(Store.open(store), dtype=dtype, recompute=recompute, threads=1, seed=3, budget_bytes=budget)
-    config = LoraConfig(rank=4, alpha=8, targets="all-linear", dropout=dropout)
-    adapter = Adapter.create(engine.skeleton, config, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in adapter.parameters().items():
-            if name.endswith("lora_B"):
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
-    engine.attach(adapter)
+    trained_adapter(engine, dropout=dropout)
     return engine
 
 
