@@ -35,7 +35,7 @@ def config_of(stores, runs_dir, **sections):
     return build_run_config(tree)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stores4(stores):
     from lamella.store.quantize import quantize_checkpoint
 
@@ -46,7 +46,7 @@ def stores4(stores):
     return stores
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one(stores4, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     train_run(config_of(stores4, folder))
