@@ -15,7 +15,8 @@ from lamella.trace.recorder import CAUSES, Totals
 
 BUSY = ("compute", "dequantise", "optimizer", "save")
 """Causes that are work; the others move bytes (`send`, `receive`, `reduce`) or wait."""
-_HEAD = ("step_s", "tokens", "rows", *CAUSES, "read_s", "disk_bytes", "host_bytes", "reduce_bytes", "group_bytes")
+_HEAD = ("step_s", "tokens", "rows", *CAUSES, "read_s", "disk_bytes", "host_bytes", "reduce_bytes", "group_bytes",
+         "peak_bytes")  # fmt: skip
 
 
 def slot_size(world: int) -> int:
@@ -23,19 +24,20 @@ def slot_size(world: int) -> int:
     return len(_HEAD) + 3 * world
 
 
-def totals_vector(totals: Totals, rank: int, world: int, tokens: int, rows: int) -> list[float]:
+def totals_vector(totals: Totals, rank: int, world: int, tokens: int, rows: int, peak_bytes: int = 0) -> list[float]:
     """This rank's numbers in its slot, zeros in the others' [world * slot_size(world)].
 
     Args:
         totals: as `Recorder.take_totals()` gave them.
         tokens, rows: that this rank took in this step.
+        peak_bytes: of memory that its process (or GPU) has held so far.
     """
     size = slot_size(world)
     vector = [0.0] * (world * size)
     seconds, nbytes = totals.seconds, totals.nbytes
     head = [time.perf_counter() - totals.start_s, tokens, rows, *(seconds.get(cause, 0.0) for cause in CAUSES),
             totals.read_s, nbytes.get("load", 0), nbytes.get("wait_host", 0), nbytes.get("reduce", 0),
-            nbytes.get("send", 0) + nbytes.get("receive", 0) - totals.by_peer_bytes]  # fmt: skip
+            nbytes.get("send", 0) + nbytes.get("receive", 0) - totals.by_peer_bytes, peak_bytes]  # fmt: skip
     start = rank * size
     vector[start : start + len(head)] = map(float, head)
     by_peers: list[Mapping[int, float]] = [totals.wait_s, totals.link_s, totals.sent]
@@ -53,7 +55,7 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
     Returns:
         per rank: `rank`, `step_s` (the interval), `busy_s`, `compute_s`, `wait_s` by what is waited for ("rank 1", "disk",
         "host"), `move_s` by link ("rank 1", "reduce", "group": what a group of ranks gathers), `read_s` (beside the
-        walk), `tokens`, `rows`, and `bytes` by link ("disk", "host", "reduce", "group", "rank 1": sent
+        walk), `tokens`, `rows`, `peak_bytes` (memory), and `bytes` by link ("disk", "host", "reduce", "group", "rank 1": sent
         there). Links without any are left out.
     """
     size = slot_size(world)
@@ -81,7 +83,7 @@ def devices_of(vector: Sequence[float], world: int) -> list[dict[str, Any]]:
         devices.append(
             {"rank": rank, "step_s": head["step_s"], "busy_s": sum(head[cause] for cause in BUSY),
              "compute_s": head["compute"], "wait_s": _some(wait), "move_s": _some(move), "read_s": head["read_s"],
-             "tokens": int(head["tokens"]), "rows": int(head["rows"]),
+             "tokens": int(head["tokens"]), "rows": int(head["rows"]), "peak_bytes": int(head["peak_bytes"]),
              "bytes": {link: int(count) for link, count in nbytes.items() if count}}
         )  # fmt: skip
     return devices

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lamella.console import notice
+from lamella.hardware.memory import peak_rss_bytes
 from lamella.ranks.group import Ranks
 from lamella.trace.chrome import RankSpans, pack, unpack, write_trace
 from lamella.trace.clock import clocks_of, read_clock
@@ -48,7 +51,14 @@ def numbers(ranks: Ranks, tokens: int, rows: int) -> list[float]:
     Args:
         tokens, rows: that this rank took in this step.
     """
-    return totals_vector(RECORDER.take_totals(), ranks.rank, ranks.world, tokens, rows)
+    return totals_vector(RECORDER.take_totals(), ranks.rank, ranks.world, tokens, rows, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Most memory so far: of this process, or of its GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_reserved())
+    return peak_rss_bytes()
 
 
 def no_numbers(ranks: Ranks) -> list[float]:
