@@ -33,6 +33,21 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
+def parse_rate(text: str) -> float:
+    """`"7GB/s"` -> 7e9 bytes per second.
+
+    Raises:
+        UserError: not a size and `/s`, or not positive.
+    """
+    size, slash, per = text.partition("/")
+    if not slash or per.strip().lower() not in ("s", "sec"):
+        raise UserError(f"not a rate: {text!r}", fix='write a size per second, such as "7GB/s" or "800MB/s"')
+    try:
+        return float(parse_bytes(size))
+    except UserError as error:
+        raise UserError(f"not a rate: {text!r}", fix='write a size per second, such as "7GB/s" or "800MB/s"') from error
+
+
 def format_bytes(n: float) -> str:
     """Bytes with a decimal unit and three figures, e.g. `1.28 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
