@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from lamella.config import DataConfig, TrainConfig
 from lamella.data.steps import StepPlanner, pack_lengths
 from lamella.errors import UserError
 from lamella.plan.costs import RowCost
+
+if TYPE_CHECKING:
+    from lamella.data.read import RawRow
 
 CHARACTERS_PER_TOKEN = 4.0
 """Of English text, in round figures."""
@@ -155,7 +158,8 @@ def _choose(lines: Sequence[tuple[Path, int, int]], seed: int) -> list[int]:
     """Positions of the lines to look at: all where they are few, else a seeded sample; ascending."""
     if len(lines) <= SAMPLE_ROWS and sum(nbytes for _, _, nbytes in lines) <= SAMPLE_BYTES:
         return list(range(len(lines)))
-    chosen, left = [], SAMPLE_BYTES
+    chosen: list[int] = []
+    left = SAMPLE_BYTES
     for position in random.Random(seed).sample(range(len(lines)), min(SAMPLE_ROWS, len(lines))):
         if left < lines[position][2] and len(chosen) >= _LEAST_ROWS:
             break
@@ -201,7 +205,7 @@ def _counted(
     )  # fmt: skip
 
 
-def _by_characters(config: DataConfig, raws: Sequence) -> dict[tuple[Path, int], tuple[int, int]]:  # type: ignore[type-arg]
+def _by_characters(config: DataConfig, raws: Sequence[RawRow]) -> dict[tuple[Path, int], tuple[int, int]]:
     from lamella.data.formats import read_conversation
     from lamella.data.read import RowError
 
@@ -209,6 +213,7 @@ def _by_characters(config: DataConfig, raws: Sequence) -> dict[tuple[Path, int],
     for raw in raws:
         try:
             if raw.value is None:
+                assert raw.problem is not None
                 raise raw.problem
             _, row = read_conversation(raw.value, config.format)
         except RowError as problem:
