@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from lamella.config import Section
 
 
@@ -17,4 +19,4 @@ class Number(Section):
     value: float
     unit: str
     formula: str
-    inputs: dict[str, float | str] = {}
+    inputs: dict[str, float | str] = Field(default_factory=dict)
