@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -356,21 +357,44 @@ def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
     anchor(tree, path.parent)
-    over: dict[str, Any] = {}
-    for item in overrides or []:
-        _override(over, item)
-    anchor(over, Path())
-    return build_run_config(_merge(tree, over), path)
+    return build_run_config(merge(tree, read_overrides(overrides or [])), path)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`dotted.key=value` texts as a tree. Raises `UserError` for what is not one."""
+    tree: dict[str, Any] = {}
+    for item in overrides:
+        _override(tree, item)
+    anchor(tree, Path())
+    return tree
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, table by table."""
     merged = dict(base)
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
+            merged[key] = merge(merged[key], value)
         else:
             merged[key] = value
     return merged
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = value
+    return result
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted settings that differ between two resolved configs: name -> (saved, now)."""
+    a, b = flat(saved), flat(now)
+    return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
 def build_run_config(tree: dict[str, Any], path: Path | None = None) -> RunConfig:

@@ -46,6 +46,12 @@ class UserError(Exception):
         return where + self.what + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
+class DoesNotFit(UserError):
+    """A plan that the machine has no room for."""
+
+    exit_code = 3
+
+
 class RunFailed(UserError):
     """A run that started properly but whose result must not be trusted (NaN loss, dead adapter)."""
 

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lamella.config import DataConfig
-from lamella.data.batching import StepPlanner, micro_batches
 from lamella.data.encode import EncodedRow, Encoder, Encoding
 from lamella.data.formats import Conversation, read_conversation
 from lamella.data.read import RawRow, RowError, find_files, read_rows
+from lamella.data.steps import StepPlanner
 from lamella.errors import UserError
-from lamella.models.layout import PackedBatch
+
+if TYPE_CHECKING:
+    from lamella.models.layout import PackedBatch
 
 TOO_LONG = "too long"
 _SHOWN = 10
@@ -147,6 +149,8 @@ class EncodedDataset:
 
     def batches(self, micro_batch_tokens: int, rows: Sequence[int] | None = None) -> list[PackedBatch]:
         """Micro-batches of the given rows (indices; default all)."""
+        from lamella.data.batching import micro_batches
+
         chosen = self.rows if rows is None else [self.rows[i] for i in rows]
         return micro_batches(chosen, micro_batch_tokens)
 
@@ -162,13 +166,18 @@ def encode_dataset(config: DataConfig, tokenizer: Any, paths: Sequence[Path] | N
             `max_drop_share`. The message has counts by reason and file, line and column of examples.
     """
     files = find_files(config.train if paths is None else paths)
+    return encode_rows(config, tokenizer, files, (raw for path in files for raw in read_rows(path)))
+
+
+def encode_rows(config: DataConfig, tokenizer: Any, files: Sequence[Path], rows: Iterable[RawRow]) -> EncodedDataset:
+    """Check and encode rows of `files`, in their order. Raises as `encode_dataset` does."""
     source = None if config.chat_template is None else _template_text(config.chat_template)
     encoder = Encoder(tokenizer, chat_template=source, system=config.system, train_on=config.train_on)
     builder = _Builder(config, encoder)
     for path in files:
         builder.start_file(path)
-        for raw in read_rows(path):
-            builder.add(raw)
+    for raw in rows:
+        builder.add(raw)
     return builder.finish(files)
 
 

@@ -85,7 +85,7 @@ def load_tokenizer(folder: Path) -> Any:
         )
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         if file.is_file():
-            _check_json_object(file)
+            check_json_object(file)
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
@@ -96,7 +96,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise UserError(f"no usable tokenizer: {first}", fix=_TOKENIZER_FIX, path=folder) from error
 
 
-def _check_json_object(file: Path) -> None:
+def check_json_object(file: Path) -> None:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

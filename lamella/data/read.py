@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,13 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def read_rows(path: Path) -> Iterator[RawRow]:
+def read_rows(path: Path, only: Container[int] | None = None) -> Iterator[RawRow]:
     """Stream the rows of one JSONL file.
 
     UTF-8 with or without byte order mark; LF or CRLF; blank lines are skipped and counted.
+
+    Args:
+        only: lines (from 1) to decode; the others are passed over.
 
     Raises:
         UserError: another encoding, a compressed file, one JSON array instead of lines, an unreadable file.
@@ -101,9 +104,30 @@ def read_rows(path: Path) -> Iterator[RawRow]:
                         fix="write one object a line (for example with `jq -c '.[]'`)", path=path, line=number,
                     )  # fmt: skip
                 first = False
-                yield _row(path, number, body)
+                if only is None or number in only:
+                    yield _row(path, number, body)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", path=path) from error
+
+
+def line_sizes(path: Path, most_bytes: int) -> tuple[list[tuple[int, int]], bool]:
+    """(line from 1, bytes) of each line that is not blank, as far as `most_bytes` of the file reach; whether that is all of it.
+
+    Raises:
+        UserError: an unreadable file.
+    """
+    found, left = [], most_bytes
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    found.append((number, len(raw)))
+                left -= len(raw)
+                if left <= 0:
+                    return found, not file.read(1)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", path=path) from error
+    return found, True
 
 
 def _check_head(head: bytes, path: Path) -> None:

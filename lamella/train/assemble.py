@@ -22,9 +22,9 @@ from lamella.adapter.peft_format import load_adapter, load_values
 from lamella.checkpoint.facts import num_routed_experts
 from lamella.config import RunConfig
 from lamella.console import notice, progress
-from lamella.data.batching import StepPlanner
 from lamella.data.dataset import EncodedDataset, encode_dataset, iter_label_text
 from lamella.data.encode import load_tokenizer
+from lamella.data.steps import StepPlanner
 from lamella.engine import Engine
 from lamella.engine.memory import shape_of
 from lamella.errors import UserError

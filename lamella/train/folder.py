@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from lamella.config import RunConfig
+from lamella.config import RunConfig, differences
 from lamella.console import notice
 from lamella.errors import UserError
 from lamella.files import write_json, write_text
@@ -47,23 +47,6 @@ FREE_KEYS = (
     "split.gather", "trace.steps", "launch.restarts",
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[prefix + key] = value
-    return result
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted settings that differ between two resolved configs: name -> (saved, now)."""
-    a, b = flat(saved), flat(now)
-    return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
 class JsonLines:

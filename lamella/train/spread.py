@@ -16,7 +16,7 @@ import torch
 
 from lamella.config import RunConfig
 from lamella.console import notice
-from lamella.data.batching import share_rows
+from lamella.data.steps import share_rows
 from lamella.engine import Engine
 from lamella.engine.costs import model_cost
 from lamella.engine.gather import GroupPeers

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella.data.batching import StepPlanner, epoch_order, micro_batches, share_rows
+from lamella.data.batching import micro_batches
 from lamella.data.encode import EncodedRow
+from lamella.data.steps import StepPlanner, epoch_order, share_rows
 
 
 def make_rows(lengths):
@@ -24,7 +25,7 @@ def test_order_is_a_permutation(rows, seed, epoch):
 
 def test_order_depends_on_seed_and_epoch_and_nothing_else():
     assert epoch_order(60, 0, 0) != epoch_order(60, 0, 1) != epoch_order(60, 1, 0)
-    code = "from lamella.data.batching import epoch_order; print(epoch_order(60, 7, 3))"
+    code = "from lamella.data.steps import epoch_order; print(epoch_order(60, 7, 3))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert other.strip() == str(epoch_order(60, 7, 3))
 

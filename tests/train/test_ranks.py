@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella.config import load_run_config
-from lamella.data.batching import share_rows
+from lamella.data.steps import share_rows
 from lamella.errors import RunFailed, UserError
 from lamella.models.layout import pack_rows
 from lamella.ranks.group import Ranks
