@@ -22,6 +22,10 @@ ALIASES: Mapping[str, str] = {
 }  # fmt: skip
 """Model types whose decoder is another type's."""
 
+_OLD_NAMES = {
+    "hidden_size": ("n_embd", "d_model", "dim"), "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"), "max_position_embeddings": ("n_positions", "max_seq_len"),
+}  # fmt: skip
 _NO_DECODER = re.compile(r"MaskedLM|Classification|QuestionAnswering|PreTraining|Encoder|TextEmbedding")
 
 
@@ -77,9 +81,13 @@ def known_family(config: Mapping[str, Any]) -> str | None:
 
 
 def keys_of(config: Mapping[str, Any], path: Path | None = None) -> Keys:
-    """config.json with its family's defaults, where the family is known."""
-    name = known_family(config)
-    return Keys(text_config(config), DEFAULTS[name] if name else {}, path)
+    """config.json with its family's defaults, where the family is known; old names of sizes become today's."""
+    name, text = known_family(config), dict(text_config(config))
+    for key, others in _OLD_NAMES.items():
+        said = next((other for other in others if other in text), None)
+        if key not in text and said:
+            text[key] = text[said]
+    return Keys(text, DEFAULTS[name] if name else {}, path)
 
 
 def architecture_of(config: Mapping[str, Any], path: Path | None = None) -> Architecture:
@@ -96,9 +104,7 @@ def architecture_of(config: Mapping[str, Any], path: Path | None = None) -> Arch
     kinds = tuple(layer_kinds(k, family))
     layers = tuple(family.layer(k, i) for i in range(k.layers()))
     tied = is_tied(config, k)
-    return Architecture(
-        name, PREFIX, layers, _outer(k, family, tied), _beyond(k, family), kinds, tied, dict(k.assumed)
-    )
+    return Architecture(name, PREFIX, layers, _outer(k, family, tied), _beyond(k, family), kinds, tied, dict(k.assumed))
 
 
 def is_tied(config: Mapping[str, Any], k: Keys) -> bool:

@@ -104,7 +104,11 @@ def delta_attention(k: Keys, parted: bool) -> Tensors:
     else:
         found |= linear("linear_attn.in_proj_qkvz", 2 * key + 2 * value, hidden)
         found |= linear("linear_attn.in_proj_ba", 2 * values, hidden)
-    return found | norms(["linear_attn.norm"], k.size("linear_value_head_dim")) | linear("linear_attn.out_proj", hidden, value)
+    return (
+        found
+        | norms(["linear_attn.norm"], k.size("linear_value_head_dim"))
+        | linear("linear_attn.out_proj", hidden, value)
+    )
 
 
 def lightning_attention(k: Keys) -> Tensors:

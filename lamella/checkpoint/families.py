@@ -104,15 +104,16 @@ def _llama(k: Keys, i: int) -> Tensors:
     return attention(k, bias=k.flag("attention_bias")) | mlp | norms(_TWO, k.size("hidden_size"))
 
 
-def _plain(**how: Any) -> LayerRule:
-    """Attention as `how` says, a gated MLP, two norms before them; `norms`: others."""
-    names = how.pop("norms", _TWO)
+def _plain(
+    bias: str | bool = False, out_bias: bool | None = None, qk_norm: str = "", names: tuple[str, ...] = _TWO
+) -> LayerRule:
+    """Attention, a gated MLP and norms. `bias`: whether queries, keys and values (and the output, where `out_bias` says
+    nothing) have one, or the key that tells; `names`: of the norms."""
 
     def rule(k: Keys, i: int) -> Tensors:
-        settings = {name: k.flag(value) if name in ("bias", "out_bias") and isinstance(value, str) else value
-                    for name, value in how.items()}  # fmt: skip
-        mlp = gated_mlp(k, k.size("intermediate_size"))
-        return attention(k, **settings) | mlp | norms(names, k.size("hidden_size"))
+        biased = k.flag(bias) if isinstance(bias, str) else bias
+        found = attention(k, bias=biased, out_bias=out_bias, qk_norm=qk_norm)
+        return found | gated_mlp(k, k.size("intermediate_size")) | norms(names, k.size("hidden_size"))
 
     return rule
 
@@ -123,7 +124,11 @@ def _phi3(k: Keys, i: int) -> Tensors:
 
 def _glm(names: tuple[str, ...]) -> LayerRule:
     def rule(k: Keys, i: int) -> Tensors:
-        return attention(k, bias=k.flag("attention_bias"), out_bias=False) | fused_mlp(k) | norms(names, k.size("hidden_size"))
+        return (
+            attention(k, bias=k.flag("attention_bias"), out_bias=False)
+            | fused_mlp(k)
+            | norms(names, k.size("hidden_size"))
+        )
 
     return rule
 
@@ -150,12 +155,18 @@ def _stablelm(k: Keys, i: int) -> Tensors:
 
 def _ernie(k: Keys, i: int) -> Tensors:
     bias = k.flag("use_bias")
-    return attention(k, bias=bias) | gated_mlp(k, k.size("intermediate_size"), bias=bias) | norms(_TWO, k.size("hidden_size"))
+    return (
+        attention(k, bias=bias)
+        | gated_mlp(k, k.size("intermediate_size"), bias=bias)
+        | norms(_TWO, k.size("hidden_size"))
+    )
 
 
 def _seed_oss(k: Keys, i: int) -> Tensors:
     found = attention(k, bias=k.flag("attention_bias"), out_bias=k.flag("attention_out_bias"))
-    return found | gated_mlp(k, k.size("intermediate_size"), bias=k.flag("mlp_bias")) | norms(_TWO, k.size("hidden_size"))
+    return (
+        found | gated_mlp(k, k.size("intermediate_size"), bias=k.flag("mlp_bias")) | norms(_TWO, k.size("hidden_size"))
+    )
 
 
 def _nemotron(k: Keys, i: int) -> Tensors:
@@ -211,7 +222,11 @@ def _qwen_experts(k: Keys, shared: bool) -> Tensors:
 
 
 def _qwen2_moe(k: Keys, i: int) -> Tensors:
-    return attention(k, bias=k.flag("qkv_bias"), out_bias=False) | _qwen_mlp(k, i, True) | norms(_TWO, k.size("hidden_size"))
+    return (
+        attention(k, bias=k.flag("qkv_bias"), out_bias=False)
+        | _qwen_mlp(k, i, True)
+        | norms(_TWO, k.size("hidden_size"))
+    )
 
 
 def _qwen3_moe(k: Keys, i: int) -> Tensors:
@@ -360,18 +375,18 @@ FAMILIES: Mapping[str, Family] = {
     "apertus": Family(_apertus),
     "arcee": Family(_arcee),
     "cohere": Family(_cohere),
-    "cohere2": Family(_plain(bias="attention_bias", norms=("input_layernorm",)), _every(4, "sliding_window_pattern")),
+    "cohere2": Family(_plain(bias="attention_bias", names=("input_layernorm",)), _every(4, "sliding_window_pattern")),
 
     "deepseek_v2": Family(_deepseek(False)),
     "deepseek_v3": Family(_deepseek(True), predicts=True),
     "dots1": Family(_dots1, _window_above),
     "ernie4_5": Family(_ernie),
     "ernie4_5_moe": Family(_ernie_moe, head_bias="use_bias"),
-    "exaone4": Family(_plain(qk_norm="head", norms=_AFTER), _exaone),
+    "exaone4": Family(_plain(qk_norm="head", names=_AFTER), _exaone),
     "gemma": Family(_plain(bias="attention_bias")),
-    "gemma2": Family(_plain(bias="attention_bias", norms=_FOUR), _every(2)),
+    "gemma2": Family(_plain(bias="attention_bias", names=_FOUR), _every(2)),
     "gemma3_text": Family(
-        _plain(bias="attention_bias", qk_norm="head", norms=_FOUR), _every(6, "sliding_window_pattern")
+        _plain(bias="attention_bias", qk_norm="head", names=_FOUR), _every(6, "sliding_window_pattern")
     ),
     "glm": Family(_glm(_TWO)),
     "glm4": Family(_glm((*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"))),
@@ -391,9 +406,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(_plain(), _window_everywhere),
     "mixtral": Family(_mixtral, _window_everywhere),
     "nemotron": Family(_nemotron, final_norm="layer"),
-    "olmo": Family(_plain(bias="attention_bias", norms=()), final_norm="none"),
-    "olmo2": Family(_plain(bias="attention_bias", qk_norm="full", norms=_AFTER)),
-    "olmo3": Family(_plain(bias="attention_bias", qk_norm="full", norms=_AFTER), _every(4)),
+    "olmo": Family(_plain(bias="attention_bias", names=()), final_norm="none"),
+    "olmo2": Family(_plain(bias="attention_bias", qk_norm="full", names=_AFTER)),
+    "olmo3": Family(_plain(bias="attention_bias", qk_norm="full", names=_AFTER), _every(4)),
     "olmoe": Family(_olmoe),
     "phi3": Family(_phi3, _window_everywhere),
     "qwen2": Family(_plain(bias=True, out_bias=False), _window_above),

@@ -72,7 +72,9 @@ class Keys:
         return value
 
     def _first(self, names: tuple[str, ...]) -> int | None:
-        name = next((n for n in names if n in self.config), None) or next((n for n in names if n in self.defaults), None)
+        name = next((n for n in names if n in self.config), None) or next(
+            (n for n in names if n in self.defaults), None
+        )
         return None if name is None else self.maybe(name)
 
     def experts(self) -> int | None:

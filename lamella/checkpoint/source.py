@@ -20,7 +20,7 @@ from lamella.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
 _AGAIN = "download the checkpoint again (an interrupted download resumes with `hf download`)"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
 
 
@@ -77,7 +77,7 @@ class Checkpoint:
                             fix="use it as it is, or give the original checkpoint", path=path)  # fmt: skip
         config = read_json(path / "config.json")
         _refuse_quantised(config, path)
-        found, disagreement = _read_tensors(path)
+        found, disagreement = read_tensors(path)
         facts = model_facts(config, path / "config.json")
         check_shapes(found, facts, config, path)  # a shard of another model is better named by its shapes
         if disagreement:
@@ -144,7 +144,7 @@ def locate(source: str | Path) -> Path:
         if path.suffix == ".gguf":
             fix = "GGUF is not read yet; give a Hugging Face checkpoint folder"
         raise UserError("is a file, not a checkpoint folder", fix=fix, path=path)
-    if not _HUB_ID.fullmatch(str(source)):
+    if not HUB_ID.fullmatch(str(source)):
         raise UserError("no such folder", fix="give a checkpoint folder, or a hub id such as owner/name", path=path)
     return _download(str(source))
 
@@ -182,7 +182,7 @@ def _refuse_quantised(config: dict[str, Any], path: Path) -> None:
                             fix="give the bf16, fp16 or fp32 original", path=path / "config.json")  # fmt: skip
 
 
-def _read_tensors(path: Path) -> tuple[list[TensorInfo], UserError | None]:
+def read_tensors(path: Path) -> tuple[list[TensorInfo], UserError | None]:
     """Every tensor of the folder's weight files, and how the index disagrees with them, if it does."""
     single, index = path / "model.safetensors", path / INDEX_NAME
     shards = sorted(path.glob("*.safetensors"))

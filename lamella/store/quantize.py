@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,13 +87,24 @@ def plan_groups(
     layout: Layout, num_experts: int | None, settings: QuantizeSettings, drop: TensorInfo | None = None
 ) -> list[PlannedGroup]:
     """The store's files, "outer" first, without the tensor `drop`."""
-    outer = [_want_outer(t, settings) for t in layout.outer if t is not drop]
-    groups = [plan_group("outer", "outer.bin", outer, settings.block_size, settings.double_quant)]
-    for i, layer in enumerate(layout.layers):
-        wanted = [_want(t, f"{layout.prefix}.{i}.", num_experts, settings) for t in layer]
-        name = f"layers/{i:05d}.bin"
-        groups.append(plan_group(str(i), name, wanted, settings.block_size, settings.double_quant))
-    return groups
+    outer = plan_outer([t for t in layout.outer if t is not drop], settings)
+    prefixes = [f"{layout.prefix}.{i}." for i in range(len(layout.layers))]
+    layers = zip(layout.layers, prefixes, strict=True)
+    return [outer, *(plan_layer(i, tensors, prefix, num_experts, settings) for i, (tensors, prefix) in enumerate(layers))]
+
+
+def plan_outer(tensors: Iterable[TensorInfo], settings: QuantizeSettings) -> PlannedGroup:
+    """The file of everything outside the layers."""
+    wanted = [_want_outer(t, settings) for t in tensors]
+    return plan_group("outer", "outer.bin", wanted, settings.block_size, settings.double_quant)
+
+
+def plan_layer(
+    index: int, tensors: Iterable[TensorInfo], prefix: str, num_experts: int | None, settings: QuantizeSettings
+) -> PlannedGroup:
+    """One layer's file. `prefix` stands before its tensors' names, with the dot after the index."""
+    wanted = [_want(t, prefix, num_experts, settings) for t in tensors]
+    return plan_group(str(index), f"layers/{index:05d}.bin", wanted, settings.block_size, settings.double_quant)
 
 
 def _kept_dtype(tensor: TensorInfo, settings: QuantizeSettings) -> str:

@@ -9,7 +9,9 @@ SMALL = dict(
     intermediate_size=96, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=0, eos_token_id=4, pad_token_id=2,
 )  # fmt: skip
 MOE = dict(moe_intermediate_size=24, num_experts_per_tok=2)
-MLA = dict(kv_lora_rank=24, q_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4)
+MLA = dict(
+    kv_lora_rank=24, q_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4
+)
 LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
     shared_expert_intermediate_size=40,

@@ -33,7 +33,9 @@ def test_every_tensor_is_the_one_transformers_has(name):
     found = tensor_shapes(json.loads(config.to_json_string(use_diff=False)))
     beyond = {n for n in found if n.startswith(f"model.layers.{config.num_hidden_layers}.")}
     assert {n: s for n, s in found.items() if n not in beyond} == wanted
-    assert bool(beyond) == bool(FAMILIES[config.model_type].predicts and config.to_dict().get("num_nextn_predict_layers"))
+    assert bool(beyond) == bool(
+        FAMILIES[config.model_type].predicts and config.to_dict().get("num_nextn_predict_layers")
+    )
 
 
 def test_all_families_are_compared():

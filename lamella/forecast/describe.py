@@ -1,0 +1,323 @@
+"""A model's shape, from a config.json, a checkpoint's headers, or a layer store. No weight is read.
+
+Active parameters are those whose products a token passes: its experts, shared experts, everything else in the layers, and
+the head (a tied table counts as the head); the embedding, a look-up, does not count. So OpenAI counts for GPT-OSS.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lamella.checkpoint.architecture import (
+    Architecture,
+    architecture_of,
+    is_tied,
+    keys_of,
+    known_family,
+    refuse_encoder,
+)
+from lamella.checkpoint.facts import (
+    QUANTISED_CLASSES,
+    classify_in_layer,
+    classify_outer,
+    layout_of,
+    model_facts,
+    num_routed_experts,
+)
+from lamella.checkpoint.families import FAMILIES, FULL, layer_kinds
+from lamella.checkpoint.header import DTYPE_BYTES, TensorInfo
+from lamella.checkpoint.keys import Keys
+from lamella.checkpoint.packed import disk_bytes, quantization_of, unpacked
+from lamella.checkpoint.shapes import check_experts, check_shapes
+from lamella.checkpoint.source import HUB_ID, read_json, read_tensors
+from lamella.errors import UserError
+from lamella.forecast.cores import core_of
+from lamella.forecast.matrices import Held, matrices_of
+from lamella.forecast.shape import LayerShape, ModelShape
+from lamella.store.manifest import ITEM_BYTES, MANIFEST_NAME, Group, read_manifest
+from lamella.store.quantize import QuantizeSettings, check_settings, plan_layer, plan_outer
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LENGTH_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length")
+
+
+def shape_of(model: str | Path, *, block_size: int = 64, double_quant: bool = True) -> ModelShape:
+    """What a model is made of.
+
+    Args:
+        model: a config.json, a checkpoint's folder (its headers are read; without weights, its config.json alone), a layer
+            store, or a hub id (config.json and headers are read through byte ranges).
+        block_size, double_quant: of the store that is to be made; a store's own are what they are.
+
+    Raises:
+        UserError: nothing there, unknown architecture, contradictory or broken config.json, damaged headers.
+    """
+    settings = QuantizeSettings(block_size=block_size, double_quant=double_quant)
+    check_settings(settings)
+    path = Path(model)
+    if path.is_file():
+        return _by_rules(str(model), read_json(path), path, settings)
+    if path.is_dir():
+        if (path / MANIFEST_NAME).is_file():
+            return _by_store(str(model), path)
+        config = read_json(path / "config.json")
+        if any(path.glob("*.safetensors")):
+            return _by_headers(str(model), config, path, settings)
+        told = ("no weights in the folder: shapes follow from config.json",)
+        return replace_notes(_by_rules(str(model), config, path / "config.json", settings), told)
+    if not HUB_ID.fullmatch(str(model)):
+        raise UserError("no such file or folder", fix="give a config.json, a checkpoint's folder, a store, or a hub id "
+                        "such as owner/name", path=path)  # fmt: skip
+    from lamella.checkpoint.remote import read_remote
+
+    remote = read_remote(str(model))
+    if remote.tensors is None:
+        return replace_notes(_by_rules(str(model), remote.config, remote.config_path, settings), remote.notes)
+    found = _by_tensors(str(model), remote.config, list(remote.tensors), remote.config_path, settings)
+    return replace_notes(found, remote.notes)
+
+
+def replace_notes(shape: ModelShape, first: Iterable[str]) -> ModelShape:
+    return replace(shape, notes=(*first, *shape.notes))
+
+
+def check_length(shape: ModelShape, tokens: int) -> None:
+    """Raises `UserError` where a sequence of `tokens` is longer than the model was made for."""
+    if shape.max_tokens is not None and tokens > shape.max_tokens:
+        raise UserError(f"sequences of {tokens} tokens, {shape.name} was made for {shape.max_tokens}",
+                        fix=f"cut the data, or use at most {shape.max_tokens} tokens")  # fmt: skip
+
+
+# ---- the three ways --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Parts:
+    """A model's real weights, sorted, before they are summed up.
+
+    `layers`: what stands before the names of a layer's tensors, and these; parallel to `kinds`.
+    """
+
+    name: str
+    source: str
+    config: Mapping[str, Any]
+    prefix: str
+    layers: Sequence[tuple[str, Sequence[TensorInfo]]]
+    outer: list[TensorInfo]
+    beyond: list[TensorInfo]
+    kinds: Sequence[str]
+    tied: bool
+    keys: Keys
+    notes: list[str] = field(default_factory=list)
+
+
+def _by_rules(name: str, config: Mapping[str, Any], path: Path, settings: QuantizeSettings) -> ModelShape:
+    found = architecture_of(config, path)
+    dtype = _dtype(config)
+    on_disk, note = disk_bytes(config)
+    experts = num_routed_experts(config) or keys_of(config).experts()
+
+    def info(name: str, shape: tuple[int, ...], rest: str = "") -> TensorInfo:
+        linear = bool(rest) and classify_in_layer(rest, shape, experts) in QUANTISED_CLASSES
+        return TensorInfo(name, path, dtype, shape, 0, on_disk(name, shape, linear, DTYPE_BYTES[dtype]))
+
+    outer = [info(n, shape) for n, shape in found.outer.items()]
+    beyond = [info(n, shape, _rest(n)) for n, shape in found.beyond.items()]
+    layers = _layers_of(found, info if quantization_of(config) else None, dtype, path)
+    notes = [note] if note else []
+    if found.assumed:
+        values = ", ".join(f"{key} = {value}" for key, value in sorted(found.assumed.items()))
+        notes.append(f"config.json leaves out, so the family's defaults were taken: {values}")
+    if isinstance(config.get("text_config"), Mapping):
+        notes.append("the decoder alone: vision and audio parts do not follow from config.json")
+    keys = keys_of(config, path)
+    return _shape(_Parts(name, "config.json", config, found.prefix, layers, outer, beyond, found.kinds, found.tied, keys, notes),
+                  settings)  # fmt: skip
+
+
+def _layers_of(found: Architecture, info: Any, dtype: str, path: Path) -> list[tuple[str, Sequence[TensorInfo]]]:
+    """Tensors of each layer. Layers alike share one list under the first one's names, unless names decide their bytes."""
+    item = DTYPE_BYTES[dtype]
+    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[str, Sequence[TensorInfo]]] = {}
+    layers: list[tuple[str, Sequence[TensorInfo]]] = []
+    for i, tensors in enumerate(found.layers):
+        start = f"{found.prefix}.{i}."
+        if info is not None:
+            layers.append((start, [info(start + rest, shape, rest) for rest, shape in tensors.items()]))
+            continue
+        key = tuple(tensors.items())
+        if key not in seen:
+            alike = [TensorInfo(start + rest, path, dtype, shape, 0, prod(shape) * item) for rest, shape in key]
+            seen[key] = start, alike
+        layers.append(seen[key])
+    return layers
+
+
+def _rest(name: str) -> str:
+    """A layer's tensor without `model.layers.7.`."""
+    return name.split(".", 3)[-1]
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    inner = config.get("text_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+    named = config.get("dtype") or config.get("torch_dtype") or inner.get("dtype") or inner.get("torch_dtype")
+    return _DTYPES.get(str(named or "bfloat16").removeprefix("torch."), "BF16")
+
+
+def _by_headers(name: str, config: Mapping[str, Any], path: Path, settings: QuantizeSettings) -> ModelShape:
+    found, disagreement = read_tensors(path)
+    if disagreement:
+        raise disagreement
+    return _by_tensors(name, config, found, path / "config.json", settings)
+
+
+def _by_tensors(
+    name: str, config: Mapping[str, Any], tensors: list[TensorInfo], path: Path, settings: QuantizeSettings
+) -> ModelShape:
+    refuse_encoder(config, path)
+    facts = model_facts(config, path)
+    real = unpacked(tensors, config)
+    check_shapes(real, facts, config, path)
+    layout = layout_of({t.name: t for t in real}, facts, path)
+    check_experts(layout, facts, path)
+    keys = keys_of(config, path)
+    keys.active()
+    head = next((t for t in layout.outer if classify_outer(t.name) == "head" and len(t.shape) == 2), None)
+    notes = []
+    tied = head is None
+    if head is not None and is_tied(config, keys):
+        tied = True
+        notes.append(f"{head.name} is in the files, and config.json ties it to the embeddings: taken as a copy")
+    outer = [t for t in layout.outer if not (tied and t is head)]
+    family = known_family(config)
+    if family is None:
+        notes.append(f"model_type {facts.model_type!r} is not known: weights are named and counted as their names tell")
+    kinds = layer_kinds(keys, FAMILIES[family]) if family else _said_kinds(keys, facts.num_layers)
+    layers = [(f"{layout.prefix}.{i}.", tensors) for i, tensors in enumerate(layout.layers)]
+    return _shape(_Parts(name, "headers", config, layout.prefix, layers, outer, list(layout.beyond), kinds, tied, keys, notes),
+                  settings, head if tied else None)  # fmt: skip
+
+
+def _said_kinds(keys: Keys, layers: int) -> list[str]:
+    """`layer_types`, or every layer sees all."""
+    return keys.by_layer("layer_types") or [FULL] * layers
+
+
+def _by_store(name: str, path: Path) -> ModelShape:
+    manifest = read_manifest(path)
+    config = read_json(path / "config.json")
+    keys = keys_of(config, path / "config.json")
+    family = known_family(config)
+    kinds = layer_kinds(keys, FAMILIES[family]) if family else _said_kinds(keys, manifest.num_layers)
+    builder = _Builder(config, keys, num_routed_experts(config))
+    layers = []
+    for i, (group, kind) in enumerate(zip(manifest.layers, kinds, strict=True)):
+        start = f"{manifest.layer_prefix}.{i}."
+        held = tuple(
+            Held(r.name.removeprefix(start), r.shape, r.tensor_class, r.format != "raw") for r in group.tensors
+        )
+        layers.append(builder.layer(held, kind, _source_bytes(group), group.nbytes, _raw_bytes(group)))
+    outer = [(r.name, r.tensor_class, r.numel) for r in manifest.outer.tensors]
+    source_bytes = sum(row.bytes_source for row in manifest.report)
+    return builder.model(name, "store", layers, outer, 0, manifest.tie_word_embeddings, source_bytes, manifest.outer.nbytes,
+                         ["random weights: of no use but to measure"] if manifest.synthetic else [])  # fmt: skip
+
+
+def _source_bytes(group: Group) -> int:
+    return sum(r.numel * ITEM_BYTES[r.dtype] for r in group.tensors)
+
+
+def _raw_bytes(group: Group) -> int:
+    return sum(r.nbytes for r in group.tensors if r.format == "raw")
+
+
+# ---- sums ------------------------------------------------------------------------------------------
+
+
+def _shape(parts: _Parts, settings: QuantizeSettings, dropped: TensorInfo | None = None) -> ModelShape:
+    """Layers planned as `quantize` would lay them out, one of each kind."""
+    experts = num_routed_experts(parts.config) or parts.keys.experts()
+    builder = _Builder(parts.config, parts.keys, experts)
+    layers = []
+    seen: dict[Any, LayerShape] = {}
+    for i, ((start, tensors), kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
+        key = (kind, tuple((t.name.removeprefix(start), t.shape, t.dtype, t.nbytes) for t in tensors))
+        if key not in seen:
+            planned = plan_layer(i, tensors, start, experts, settings)
+            held = tuple(Held(p.tensor.name.removeprefix(start), p.tensor.shape, p.tensor_class, p.format != "raw")
+                         for p in planned.tensors)  # fmt: skip
+            raw = sum(n for p in planned.tensors if p.format == "raw" for _, n in p.parts.values())
+            seen[key] = builder.layer(held, kind, sum(t.nbytes for t in tensors), planned.nbytes, raw)
+        layers.append(seen[key])
+    root = parts.prefix.rpartition(".")[0]
+    outer = [t for t in parts.outer if t.name.startswith(f"{root}.") or classify_outer(t.name) == "head"]
+    foreign = [t for t in parts.outer if t not in outer] + parts.beyond
+    everything = [
+        *(t for _, layer in parts.layers for t in layer),
+        *parts.outer,
+        *parts.beyond,
+        *([dropped] if dropped else []),
+    ]
+    notes = list(parts.notes)
+    if foreign:
+        notes.append(f"left out: {len(foreign)} tensors that are not trained, first {foreign[0].name}")
+    counted = [(t.name, classify_outer(t.name), t.numel) for t in outer]
+    return builder.model(parts.name, parts.source, layers, counted, sum(t.numel for t in foreign), parts.tied,
+                         sum(t.nbytes for t in everything), plan_outer(outer, settings).nbytes, notes)  # fmt: skip
+
+
+class _Builder:
+    """Makes layers, keeping sums of parameters by class."""
+
+    def __init__(self, config: Mapping[str, Any], keys: Keys, experts: int | None) -> None:
+        self.model_type = str(keys.config.get("model_type") or config.get("model_type"))
+        self.family = known_family(config) or self.model_type
+        self.keys, self.experts = keys, experts
+        self.active = keys.active()
+        self.parameters: Counter[str] = Counter()
+        self.passed: Counter[str] = Counter()
+        self._counts: dict[int, tuple[Counter[str], Counter[str]]] = {}
+
+    def layer(self, held: tuple[Held, ...], kind: str, on_disk: int, nbytes: int, raw: int) -> LayerShape:
+        matrices = matrices_of(held, self.family, self.keys.size("hidden_size"), self.active)
+        by_class, passed = Counter[str](), Counter[str]()
+        for tensor in held:
+            numel = prod(tensor.shape)
+            by_class[tensor.kind] += numel
+            routed = "experts" in tensor.name.split(".")
+            passed[tensor.kind] += numel * self.active // (self.experts or 1) if routed else numel
+        shape = LayerShape(matrices, core_of(self.keys, kind, matrices), sum(by_class.values()) - sum(m.parameters for m in matrices),
+                           on_disk, nbytes, raw)  # fmt: skip
+        self._counts[id(shape)] = by_class, passed
+        return shape
+
+    def model(
+        self, name: str, source: str, layers: Sequence[LayerShape], outer: Sequence[tuple[str, str, int]], beyond: int,
+        tied: bool, on_disk: int, outer_bytes: int, notes: Sequence[str],
+    ) -> ModelShape:  # fmt: skip
+        for layer in layers:
+            by_class, passed = self._counts[id(layer)]
+            self.parameters += by_class
+            self.passed += passed
+        for _, kind, numel in outer:
+            self.parameters[kind] += numel
+            self.passed[kind] += 0 if kind == "embedding" else numel
+        table = sum(n for _, kind, n in outer if kind == "embedding")
+        head = sum(n for _, kind, n in outer if kind == "head")
+        hidden, vocab = self.keys.size("hidden_size"), self.keys.size("vocab_size")
+        if tied:
+            self.passed["head"] += vocab * hidden
+        lengths = [self.keys.maybe(key) for key in _LENGTH_KEYS]
+        return ModelShape(
+            name=name, model_type=self.model_type, source=source, hidden=hidden, vocab=vocab,
+            max_tokens=next((n for n in lengths if n), None), tied=tied, layers=tuple(layers), embedding_parameters=table,
+            head_parameters=head, outer_parameters=sum(n for _, _, n in outer) - table - head, beyond_parameters=beyond,
+            parameters=dict(+self.parameters), active=dict(+self.passed), checkpoint_bytes=on_disk,
+            outer_store_bytes=outer_bytes, notes=tuple(notes),
+        )  # fmt: skip
