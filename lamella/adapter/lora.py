@@ -6,7 +6,6 @@ alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023). On experts the pair 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lamella.adapter.pages import PagedParameters, StatePages
+from lamella.adapter.targets import Candidate, rank_on_experts, select
 from lamella.checkpoint.facts import is_router, num_active_experts, num_routed_experts
 from lamella.config import LoraConfig
 from lamella.errors import UserError
@@ -73,21 +73,7 @@ class SiteSpec:
         return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    layer: int
-    path: str
-    parameter: str | None
-    inputs: int
-    outputs: int
-    experts: int | None
-    order: int
-
-    def name(self) -> str:
-        return self.path if self.parameter is None else f"{self.path}.{self.parameter}"
-
-
-def _candidates(skeleton: Skeleton) -> list[_Candidate]:
+def _candidates(skeleton: Skeleton) -> list[Candidate]:
     """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
     found = []
     num_experts = num_routed_experts(skeleton.config.to_dict())
@@ -95,56 +81,15 @@ def _candidates(skeleton: Skeleton) -> list[_Candidate]:
         for path, module in layer.named_modules():
             if isinstance(module, FrozenLinear):
                 if not is_router(path.split("."), (module.out_features, module.in_features), num_experts):
-                    found.append(_Candidate(i, path, None, module.in_features, module.out_features, None, 0))
+                    found.append(Candidate(i, path, None, module.in_features, module.out_features, None, 0))
             elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
                 for order, (name, p) in enumerate(module.named_parameters(recurse=False)):
                     if p.dim() == 3:
                         _, rows, columns = p.shape
                         e = int(module.num_experts)  # a rank may hold a part of them
                         inputs, outputs = (rows, columns) if module.is_transposed else (columns, rows)
-                        found.append(_Candidate(i, path, name, inputs, outputs, e, order))
+                        found.append(Candidate(i, path, name, inputs, outputs, e, order))
     return found
-
-
-def _matches(candidate: _Candidate, target: str) -> bool:
-    name = candidate.name()
-    if name == target or name.endswith(f".{target}"):
-        return True
-    full = f"layers.{candidate.layer}.{name}"
-    if full == target or target.endswith(f".{full}"):
-        return True
-    return candidate.parameter is not None and (candidate.path == target or candidate.path.endswith(f".{target}"))
-
-
-def _expand_expert_aliases(targets: tuple[str, ...], candidates: list[_Candidate]) -> list[str]:
-    """On fused experts `gate_proj` and `up_proj` together mean `gate_up_proj`; one alone cannot be given a pair."""
-    fused = [c for c in candidates if c.parameter == "gate_up_proj"]
-    expanded = list(targets)
-    halves = {t.rpartition(".")[2] for t in targets} & {"gate_proj", "up_proj"}
-    if fused and halves:
-        if halves != {"gate_proj", "up_proj"}:
-            linear = [c for c in candidates if c.parameter is None and any(_matches(c, h) for h in halves)]
-            if not linear:
-                raise UserError(f"lora.targets names {halves.pop()!r} alone, but this model's experts hold gate and up in one weight",
-                                fix="target both gate_proj and up_proj, or experts.gate_up_proj")  # fmt: skip
-        else:
-            expanded.append("experts.gate_up_proj")
-    return expanded
-
-
-def _select(candidates: list[_Candidate], targets: str | tuple[str, ...]) -> list[_Candidate]:
-    if isinstance(targets, str):
-        return candidates
-    expanded = _expand_expert_aliases(targets, candidates)
-    has_fused = any(c.parameter == "gate_up_proj" for c in candidates)
-    for target in targets:
-        alias = has_fused and target.rpartition(".")[2] in ("gate_proj", "up_proj")
-        if not alias and not any(_matches(c, target) for c in candidates):
-            names = sorted({c.name().rpartition(".")[2] for c in candidates} | {c.name() for c in candidates})
-            near = difflib.get_close_matches(target, names, n=1, cutoff=0.0)
-            raise UserError(f"lora.targets: {target!r} matches no linear layer or expert weight; nearest: {near[0]!r}",
-                            fix=f"valid names: {', '.join(sorted({c.name() for c in candidates}))}")  # fmt: skip
-    return [c for c in candidates if any(_matches(c, t) for t in expanded)]
 
 
 def active_experts(config: Any) -> int:
@@ -209,10 +154,9 @@ class Adapter:
             UserError: a target that matches nothing.
         """
         candidates = _candidates(skeleton)
-        chosen = {(c.layer, c.name()) for c in _select(candidates, config.targets)}
+        chosen = {(c.layer, c.name()) for c in select(candidates, config.targets)}
         scale = scale_of(config.alpha, config.rank, config.rslora)
-        automatic = max(1, config.rank // active_experts(skeleton.config))
-        expert_rank = automatic if config.expert_rank == "auto" else int(config.expert_rank)
+        expert_rank = rank_on_experts(config, active_experts(skeleton.config))
         sites = []
         for index, c in enumerate(candidates):
             if (c.layer, c.name()) in chosen:

@@ -1,27 +1,17 @@
-"""Useful floating-point operations of a step, by arithmetic: the numerator of utilisation.
-
-A product of [m, k] and [k, n] counts 2 m k n. What counts, per layer and token:
-
-    frozen weight W [O, I]    forward 2 O I; input gradient 2 O I where the backward walk needs it (the weights
-                              themselves have no gradient); forward once more where the layer is recomputed
-    experts [E, O, I]         the same, times the experts that a token is routed to
-    LoRA of rank r            forward 2 r (I + O); backward 4 r (I + O), less 2 r I where no input gradient is needed
-    attention                 2 (D + D_v) per head and visible (query, key) pair forward, twice that backward
-    head V x H                forward and input gradient, at label positions only
-
-Elementwise work, softmax, dequantising, filler rows and what a kernel recomputes inside itself do not count.
-"""
+"""Useful floating-point operations of a step: the numerator of utilisation. What counts: see `forecast.flops`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lamella.adapter import SiteSpec
+from lamella.adapter.lora import active_experts
+from lamella.forecast.flops import LayerFlops, LayerWork, Part, work_of
 from lamella.models.layout import PackedBatch
 from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
@@ -41,43 +31,6 @@ class StepFlops:
     @property
     def total(self) -> float:
         return self.forward + self.recompute + self.input_gradients + self.lora + self.attention + self.head
-
-
-@dataclass(frozen=True)
-class LayerFlops:
-    """Of one layer in a step: by token and by visible pair, in all and of the forward pass; `window` of the pairs."""
-
-    token: float
-    token_forward: float
-    pair: float
-    pair_forward: float
-    window: int | None
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """One frozen matrix: multiply-adds per token, its LoRA's rank x inputs and rank x outputs per token, and whether
-    its input needs a gradient."""
-
-    macs: int
-    lora_inputs: int
-    lora_outputs: int
-    needs_input: bool
-
-
-@dataclass(frozen=True)
-class _Core:
-    """Attention without its projections: (D + D_v) x heads per visible pair, window, whether its inputs need gradients."""
-
-    macs: int
-    window: int | None
-    needs_input: bool
-
-
-@dataclass
-class _Layer:
-    weights: list[_Weight] = field(default_factory=list)
-    cores: list[_Core] = field(default_factory=list)
 
 
 def visible_pairs(batch: PackedBatch, window: int | None) -> int:
@@ -115,66 +68,42 @@ class FlopCounter:
             self._read(layer, by_layer.get(i, {}), i > self.first) for i, layer in enumerate(skeleton.layers)
         ]
 
-    def _read(self, layer: nn.Module, sites: dict[str, SiteSpec], below: bool) -> _Layer:
-        """Matrices of one layer in model order.
-
-        `below`: an adapted layer comes before this one, so all inputs need gradients. In the first adapted layer an
-        input needs one when an adapted weight lies before it: in an earlier block (attention, MLP), or for the last
-        matrix of a module in that module, as the others all read the block's input.
-        """
-        found = _Layer()
-        config = self.config
-        per_token = int(getattr(config, "num_experts_per_tok", 0) or getattr(config, "num_experts_per_token", 0) or 1)
-        blocks: dict[str, dict[str, list[tuple[str, nn.Parameter]]]] = {}
+    def _read(self, layer: nn.Module, sites: dict[str, SiteSpec], below: bool) -> LayerWork:
+        """Matrices of one layer in model order. `below`: an adapted layer comes before this one."""
+        per_token = active_experts(self.config)
+        parts = []
+        cores = {}
         for name, p in layer.named_parameters():
-            if p.dim() >= 2 and not name.endswith("bias"):
-                name = name.removesuffix(".weight")
-                block = blocks.setdefault(name.partition(".")[0], {})
-                block.setdefault(name.rpartition(".")[0], []).append((name, p))
-        before = below
-        for block in blocks.values():
-            for owner, matrices in block.items():
-                inside = before
-                for name, p in matrices:
-                    last = name == matrices[-1][0]
-                    site = sites.get(name)
-                    times = per_token if p.dim() == 3 else 1
-                    rank = 0 if site is None else site.rank * times
-                    inputs, outputs = (0, 0) if site is None else (site.inputs, site.outputs)
-                    macs = _numel(layer, name, p) * times
-                    module = layer.get_submodule(owner)
-                    if last and hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-                        found.cores.append(self._core(module, inside))
-                    needs = inside if last else before
-                    found.weights.append(_Weight(macs, rank * inputs, rank * outputs, needs))
-                    inside |= site is not None
-            before |= any(name in sites for matrices in block.values() for name, _ in matrices)
-        return found
+            fused = p.dim() == 3 and "experts" in name.split(".")
+            if (p.dim() != 2 and not fused) or name.endswith("bias"):
+                continue
+            name = name.removesuffix(".weight")
+            site = sites.get(name)
+            times = per_token if fused else 1
+            rank = 0 if site is None else site.rank * times
+            inputs, outputs = (0, 0) if site is None else (site.inputs, site.outputs)
+            parts.append(Part(name, _numel(layer, name, p) * times, rank * inputs, rank * outputs, site is not None))
+            owner = name.rpartition(".")[0]
+            module = layer.get_submodule(owner)
+            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+                cores[owner] = self._core(module)
+        return work_of(parts, cores, below)
 
-    def _core(self, attention: nn.Module, needs_input: bool) -> _Core:
+    def _core(self, attention: nn.Module) -> tuple[int, int | None]:
+        """(D + D_v) x heads, and the window."""
         heads = int(self.config.num_attention_heads)
-        size = int(getattr(attention, "head_dim", None) or self.config.hidden_size // heads)
+        size = getattr(attention, "qk_head_dim", None) or getattr(
+            attention, "head_dim", None
+        )  # latent attention has both
+        size = int(size or self.config.hidden_size // heads)
         window = getattr(attention, "sliding_window", None)
         if window is None and getattr(self.config, "layer_types", None) is None:
             window = getattr(self.config, "sliding_window", None)
-        return _Core(heads * (size + int(getattr(attention, "v_head_dim", size))), window, needs_input)
+        return heads * (size + int(getattr(attention, "v_head_dim", size))), window
 
     def layer(self, i: int, recompute: bool) -> LayerFlops:
         """One layer's FLOPs by token and by visible pair, of a step."""
-        layer, trains = self._layers[i], i >= self.first
-        again = int(recompute and trains)
-        per_token = forward = pair = pair_forward = 0.0
-        for w in layer.weights:
-            lora = 2.0 * (w.lora_inputs + w.lora_outputs)
-            forward += 2.0 * w.macs + lora
-            per_token += 2.0 * w.macs * (1 + again + (trains and w.needs_input)) + (3 + again) * lora
-            per_token -= 0.0 if w.needs_input else 2.0 * w.lora_inputs
-        window: int | None = None
-        for core in layer.cores:
-            window = core.window
-            pair_forward += 2.0 * core.macs
-            pair += 2.0 * core.macs * (1 + again + 2 * (trains and core.needs_input))
-        return LayerFlops(per_token, forward, pair, pair_forward, window)
+        return self._layers[i].flops(i >= self.first, recompute)
 
     def step(
         self, batches: Sequence[PackedBatch], recomputed: Collection[int] = (), layers: range | None = None

@@ -14,13 +14,16 @@ TRANSPOSED = frozenset({"gpt_oss", "llama4_text", "llama4"})
 CONV1D = frozenset({"gpt2", "gpt-sw3", "gpt_bigcode", "openai-gpt", "ctrl", "imagegpt"})
 """Families whose projections are no linear layers and get no LoRA here (some hold them as [inputs, outputs])."""
 
+OWN_EXPERTS = frozenset({"llama4_text", "llama4"})
+"""Families whose experts transformers computes in a way of their own, which gets no LoRA here."""
+
 _EXPERT = re.compile(r"^(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<leaf>\w+)\.weight$")
 _GATES, _UPS = ("gate_proj", "w1"), ("up_proj", "w3")
 _DOWNS = {"w2": "down_proj", "down_proj": "down_proj"}
 _CONVS = re.compile(r"(^|\.)conv\w*\.weight$")
 _ATTENTION_ORDER = (
     "q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "qkv_proj",
-    "query_key_value", "c_attn", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+    "query_key_value", "c_attn", "in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
     "output_gate", "dense", "c_proj",
 )  # fmt: skip
 _MLP_ORDER = (
@@ -65,7 +68,7 @@ def matrices_of(tensors: Iterable[Held], model_type: str, hidden: int, active: i
         match = _EXPERT.match(held.name)
         if match:
             apart.setdefault(match["path"], {}).setdefault(match["leaf"], []).append(held)
-        elif held.kind == "experts" and len(held.shape) == 3:
+        elif held.kind == "experts" and len(held.shape) == 3 and not _attends(held.name):
             found.append(_fused(held, model_type, hidden, active))
         elif _is_linear(held):
             found.append(_linear(held, model_type))
@@ -98,7 +101,8 @@ def _fused(held: Held, model_type: str, hidden: int, active: int) -> Matrix:
     if rows != columns and hidden in (rows, columns):
         flipped = (rows if reads else columns) == hidden
     outputs, inputs = (columns, rows) if flipped else (rows, columns)
-    return Matrix(name, "experts", outputs, inputs, experts, min(active, experts), held.quantised)
+    adaptable = model_type not in OWN_EXPERTS
+    return Matrix(name, "experts", outputs, inputs, experts, min(active, experts), held.quantised, adaptable)
 
 
 def _together(path: str, leaves: dict[str, list[Held]], active: int) -> list[Matrix]:
@@ -129,8 +133,11 @@ def _loaded(name: str) -> str:
 
 def _place(name: str) -> tuple[int, int, int, str]:
     """Sort key: attention before what follows it, each in the order of transformers' modules."""
-    parts = name.split(".")
-    attention = any("attn" in part or "attention" in part or part == "mixer" for part in parts)
+    parts, attention = name.split("."), _attends(name)
     order = _ATTENTION_ORDER if attention else _MLP_ORDER
     inner = 2 if any(part.startswith("shared") for part in parts[:-1]) else int("experts" in parts)
     return int(not attention), inner, order.index(parts[-1]) if parts[-1] in order else len(order), name
+
+
+def _attends(name: str) -> bool:
+    return any("attn" in part or "attention" in part or part == "mixer" for part in name.split("."))
