@@ -161,12 +161,14 @@ class PeerLink(Section):
 
 
 class Collective(Section):
-    """A measured all-reduce over devices."""
+    """A measured exchange of tensors of `nbytes` among ranks: one rank a device; several on a CPU have its number each."""
 
     devices: tuple[int, ...]
     nbytes: int
     seconds: float
     backend: str
+    op: Literal["all_reduce", "send"] = "all_reduce"
+    """`send`: from the first device to the second."""
 
 
 class Disk(Section):
