@@ -90,7 +90,10 @@ def plan_groups(
     outer = plan_outer([t for t in layout.outer if t is not drop], settings)
     prefixes = [f"{layout.prefix}.{i}." for i in range(len(layout.layers))]
     layers = zip(layout.layers, prefixes, strict=True)
-    return [outer, *(plan_layer(i, tensors, prefix, num_experts, settings) for i, (tensors, prefix) in enumerate(layers))]
+    return [
+        outer,
+        *(plan_layer(i, tensors, prefix, num_experts, settings) for i, (tensors, prefix) in enumerate(layers)),
+    ]
 
 
 def plan_outer(tensors: Iterable[TensorInfo], settings: QuantizeSettings) -> PlannedGroup:
