@@ -21,6 +21,7 @@ from lamella.errors import UserError
 from lamella.plan.costs import RowCost
 
 if TYPE_CHECKING:
+    from lamella.data.encode import EncodedRow
     from lamella.data.read import RawRow
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -105,6 +106,18 @@ def micro_batches_of(rows: Sequence[RowCost], train: TrainConfig) -> list[list[R
     return [[rows[i] for i in batch] for batch in pack_lengths([row.tokens for row in rows], train.micro_batch_tokens)]
 
 
+def counted_rows(rows: Sequence[EncodedRow]) -> Rows:
+    """Rows that training has encoded."""
+    names = dict.fromkeys(row.source[0].name for row in rows)
+    return Rows(
+        tuple(row.tokens for row in rows),
+        tuple(row.label_tokens for row in rows),
+        ", ".join(names),
+        "counted",
+        len(rows),
+    )
+
+
 def given_rows(count: int, tokens: int, max_tokens: int) -> Rows:
     """`count` rows of `tokens` tokens each, for which there is no data yet.
 
@@ -121,7 +134,7 @@ def given_rows(count: int, tokens: int, max_tokens: int) -> Rows:
             fix=f"give data.max_tokens={tokens}, or shorter rows",
         )
     return Rows(
-        (tokens,) * count, (tokens - 1,) * count, f"{count} rows of {tokens} tokens, as given", "given",
+        (tokens,) * count, (tokens - 1,) * count, "rows as given", "given",
         notes=("every token but a row's first is taken to be a label, the most there can be",),
     )  # fmt: skip
 
