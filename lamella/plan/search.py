@@ -70,6 +70,14 @@ class Choice:
     suggestions: list[str]
 
 
+class NothingFits(UserError):
+    """No split fits; `split` and `plan` are of the one that comes nearest."""
+
+    def __init__(self, what: str, fix: str, split: Split, plan: StepPlan) -> None:
+        super().__init__(what, fix=fix)
+        self.split, self.plan = split, plan
+
+
 @dataclass(frozen=True)
 class _Tried:
     split: Split
@@ -99,8 +107,8 @@ def find_split(
         micro_batch_tokens: of a micro-batch, at most (a longer row is one by itself).
 
     Raises:
-        UserError: the settings contradict each other, the model or the devices; or nothing fits (with what each device needs
-            and has).
+        UserError: the settings contradict each other, the model or the devices.
+        NothingFits: with what each device needs and has.
     """
     assert model.layers and devices and rows
     return _Finder(model, devices, links, rows, check_asked(asked, model, devices), micro_batch_tokens).run()
@@ -353,7 +361,7 @@ class _Finder:
                 )
         return found
 
-    def _nothing_fits(self, tried: Sequence[_Tried]) -> UserError:
+    def _nothing_fits(self, tried: Sequence[_Tried]) -> NothingFits:
         """What each device needs and has, under the split of each kind that comes nearest."""
         nearest: dict[str, _Tried] = {}
         for t in sorted(tried, key=lambda t: max(_over(m) for m in t.memory)):
@@ -367,7 +375,9 @@ class _Finder:
         if fewer is not None:
             out = " and ".join(self.devices[r].name for r in self.everyone if r not in self._ranks(fewer.split))
             fix = f"leave {out} out of [[devices]]: without, it fits; or {fix}"
-        return UserError("no split of the model fits these devices\n" + "\n".join(lines), fix=fix)
+        best = next(iter(nearest.values()))
+        what = "no split of the model fits these devices\n" + "\n".join(lines)
+        return NothingFits(what, fix, best.split, best.plan)
 
 
 def _neighbours(split: Split) -> Iterator[Split]:
