@@ -16,7 +16,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,16 +23,12 @@ from torch import Tensor
 
 from lamella.engine.gather import LayerGather
 from lamella.errors import UserError
+from lamella.forecast.residency import DEVICE_SHARE
 from lamella.store.reader import PackedGroup
 from lamella.trace.recorder import RECORDER
 from lamella.units import format_bytes
 
 T = TypeVar("T")
-
-DEVICE_SHARE = 0.6
-"""Of the free device memory, for weights when no budget is given; the rest is for activations."""
-HOST_SHARE = 0.7
-"""Of this machine's memory, for pinned arenas of layers."""
 
 
 class Copier(Protocol):
@@ -178,60 +173,6 @@ class HostArena:
     def __init__(self, n: int, pin: bool, registrar: Registrar | None = None) -> None:
         self.bytes = torch.frombuffer(mmap.mmap(-1, max(n, 1)), dtype=torch.uint8)[:n]
         self._lock = PageLock(self.bytes, registrar or CudaRegistrar(), read_only=False) if pin and n else None
-
-
-def spread(sizes: Sequence[int], budget: int) -> tuple[int, ...]:
-    """As many of these as fit the budget, at even distances: between two others there is always one at hand.
-
-    Returns:
-        indexes, ascending.
-    """
-    count = len(sizes)
-    for k in range(count, 0, -1):
-        chosen = tuple((2 * j + 1) * count // (2 * k) for j in range(k))
-        if sum(sizes[i] for i in chosen) <= budget:
-            return chosen
-    return ()
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where each packed layer lives: on the device, in pinned host memory, or on disk alone."""
-
-    device: tuple[int, ...]
-    pinned: tuple[int, ...]
-    disk: tuple[int, ...]
-
-
-def plan_placement(
-    group_bytes: Sequence[int], fixed_bytes: int, device_bytes: int | None, host_bytes: int | None
-) -> Placement:
-    """Fill the device, then host memory; the rest is read from disk.
-
-    Args:
-        group_bytes: packed size of each layer.
-        fixed_bytes: what lies on the device besides: outer and small tensors, the dequantised buffer.
-        device_bytes, host_bytes: budgets for weights; None: no limit.
-
-    Raises:
-        UserError: the device's budget does not even hold the fixed part and two slots.
-    """
-    layers = tuple(range(len(group_bytes)))
-    if device_bytes is None or fixed_bytes + sum(group_bytes) <= device_bytes:
-        return Placement(layers, (), ())
-    slots = 2 * max(group_bytes)
-    if fixed_bytes + slots > device_bytes:
-        raise UserError(
-            f"memory.budget is {format_bytes(device_bytes)}, but embeddings, head, one dequantised layer and two packed "
-            f"layers take {format_bytes(fixed_bytes + slots)}",
-            fix=f"set memory.budget to {format_bytes((fixed_bytes + slots) * 1.2)} or more",
-        )
-    device = spread(group_bytes, device_bytes - fixed_bytes - slots)
-    others = [i for i in layers if i not in device]
-    if host_bytes is None or sum(group_bytes[i] for i in others) <= host_bytes:
-        return Placement(device, tuple(others), ())
-    pinned = tuple(others[j] for j in spread([group_bytes[i] for i in others], host_bytes - slots))
-    return Placement(device, pinned, tuple(i for i in others if i not in pinned))
 
 
 def arrived_from_disk(read: Future[T], layer: int | None) -> T:

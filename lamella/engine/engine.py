@@ -14,13 +14,15 @@ from lamella.adapter import Adapter
 from lamella.engine.device import activation_room, prepare
 from lamella.engine.flops import FlopCounter
 from lamella.engine.gather import Peers as GatherPeers
-from lamella.engine.memory import MemoryPlan, predict
+from lamella.engine.memory import predict
 from lamella.engine.pace import Pace
 from lamella.engine.stages import RankWork, whole_work
 from lamella.engine.step import StepOutput, evaluate
 from lamella.engine.walk import Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.forecast.peak import MemoryPlan
+from lamella.forecast.residency import least_bytes
 from lamella.hardware.allocator import is_tuned
 from lamella.hardware.matmul import MatmulRate, matmul_rate, native_dtype
 from lamella.hardware.memory import memory_limit_bytes
@@ -216,7 +218,7 @@ class Engine:
         fixed = weights.residency.fixed_bytes
         self.plan = plan
         aside = plan.beyond_program_bytes - weights.residency.total_bytes
-        least = aside + fixed + min(2 * max(sizes), sum(-(-size // weights.sharers) for size in sizes))
+        least = least_bytes(aside, fixed, sizes, weights.sharers)
         if least > budget:
             raise UserError(
                 f"memory.budget is {format_bytes(budget)}, but a step of {sum(map(sum, lengths))} tokens in "

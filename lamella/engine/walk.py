@@ -323,7 +323,7 @@ class Walk:
 
     def head_chunk_rows(self) -> int:
         """Most positions whose logits are alive at once in a step."""
-        if self._plain_head() is not None and self.compiles_shapes:
+        if self._plain_head() is not None and self.weights.device.type == "cpu":
             return self.head_chunks(1 << 16, self.skeleton.dtype.itemsize, HEAD_ROWS)[0][1]
         return self.head_chunks(1 << 16)[0][1]
 

@@ -25,7 +25,6 @@ import xxhash
 from torch import Tensor, nn
 
 from lamella.engine.device import (
-    HOST_SHARE,
     Copier,
     CudaCopier,
     CudaRegistrar,
@@ -36,11 +35,10 @@ from lamella.engine.device import (
     arrived_from_disk,
     can_lock,
     default_budget,
-    plan_placement,
 )
 from lamella.engine.gather import LayerGather, Peers
 from lamella.engine.parts import Held, covers, held_of, ranges_of
-from lamella.errors import UserError
+from lamella.forecast.residency import HOST_SHARE, Residency, place_layers, plan_residency
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
@@ -52,7 +50,6 @@ from lamella.store.reader import GroupKey, PackedGroup, Store
 from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly
 from lamella.trace.recorder import RECORDER
-from lamella.units import format_bytes
 
 T = TypeVar("T")
 
@@ -84,65 +81,6 @@ class Fill:
             packed.dequantize_columns(self.names[0], self.part.first, self.part.last, self.out)
         else:
             packed.dequantize_slice(self.names[0], self.part.first * self.out[0].numel(), self.out)
-
-
-@dataclass(frozen=True)
-class Residency:
-    """Which packed layers stay in memory, and what it takes (bytes).
-
-    `fixed`: outer tensors, small tensors, dequantised buffer; `packed`: layers that stay, of those in a shared map this
-    rank's part (bytes / ranks that share it); `slots`: two packed layers when any is streamed;
-    `pinned`: on a GPU, those of the streamed layers that lie in pinned host memory (the others come from disk).
-    """
-
-    resident: tuple[int, ...]
-    streamed: tuple[int, ...]
-    fixed_bytes: int
-    packed_bytes: int
-    slot_bytes: int
-    pinned: tuple[int, ...] = ()
-
-    @property
-    def total_bytes(self) -> int:
-        return self.fixed_bytes + self.packed_bytes + self.slot_bytes
-
-
-def plan_residency(
-    group_bytes: list[int], fixed_bytes: int, budget_bytes: int | None, first: int = 0, sharers: int = 1
-) -> Residency:
-    """Keep as many packed layers as fit the budget, lowest first; the rest is streamed through two slots.
-
-    Args:
-        group_bytes: of the layers from `first` on.
-        sharers: ranks of this host that read one copy of the layers that stay: each counts its part of it. (With unlike
-            budgets some layers are held by fewer ranks, which then hold more than they count. These are clean pages of
-            files: the kernel takes them back when memory is short.)
-
-    Raises:
-        UserError: the budget does not even hold the fixed part and two slots.
-    """
-    parts = [-(-size // sharers) for size in group_bytes]
-    everything = fixed_bytes + sum(parts)
-    layers = len(group_bytes)
-    if budget_bytes is None or everything <= budget_bytes:
-        return Residency(tuple(range(first, first + layers)), (), fixed_bytes, sum(parts), 0)
-    slots = 2 * max(group_bytes)
-    if fixed_bytes + slots > budget_bytes:
-        raise UserError(
-            f"memory.budget is {format_bytes(budget_bytes)}, but embeddings, head, one dequantised layer and two packed "
-            f"layers take {format_bytes(fixed_bytes + slots)}",
-            fix=f"set memory.budget to {format_bytes((fixed_bytes + slots) * 1.2)} or more",
-        )
-    left = budget_bytes - fixed_bytes - slots
-    resident = []
-    for i, size in enumerate(parts):
-        if size > left:
-            break
-        left -= size
-        resident.append(first + i)
-    kept = sum(parts[: len(resident)])
-    streamed = tuple(range(first + len(resident), first + layers))
-    return Residency(tuple(resident), streamed, fixed_bytes, kept, slots)
 
 
 class LayerWeights:
@@ -249,11 +187,7 @@ class LayerWeights:
             host_bytes = int(memory_limit_bytes() * HOST_SHARE * self.sharers / self.ranks_here)
         if budget_bytes is None and self.device.type == "cuda":
             budget_bytes = default_budget(self.device) + self._buffer.nbytes
-        placed = plan_placement(sizes, fixed, budget_bytes, host_bytes)
-        resident, pinned = (tuple(first + i for i in group) for group in (placed.device, placed.pinned))
-        streamed = tuple(i for i in self.layers if i not in resident)
-        kept = sum(sizes[i] for i in placed.device)
-        return Residency(resident, streamed, fixed, kept, 2 * max(sizes) if streamed else 0, pinned)
+        return place_layers(sizes, fixed, budget_bytes, host_bytes, first)
 
     # ---- sizes ----------------------------------------------------------------------------------
 

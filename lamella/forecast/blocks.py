@@ -650,3 +650,33 @@ def parts_of(shape: ModelShape, layer: int, sites: Sequence[Site], ways: Ways) -
 def vocabulary_loss(rows: int, hidden: int, vocab: int, element: int) -> float:
     """The loss slice by slice of the vocabulary on a CUDA device."""
     return float(rows * hidden * (4 * element + 4))
+
+
+def expert_scratch_bytes(hidden: int, inner: int, rank1: int, rank2: int) -> float:
+    """Bytes of a thread's scratch in `kernels/cpu/amx_experts.c`, for backward."""
+    h, i, chunk = hidden, inner, max(32, min(512, (1 << 20) // (2 * hidden) // 32 * 32))
+    tiles, kh, ki = chunk // 16, h // 32, i // 32
+    r1, r2 = (-(-r // 16) for r in (rank1, rank2))
+    k1, k2 = (-(-r // 32) for r in (rank1, rank2))
+    in_tiles = tiles * (kh + 3 * ki + 2 * k1 + 2 * k2)
+    in_tiles += (r1 + 1) * kh + 2 * i // 16 * k1 + r1 * 2 * ki + (r2 + 1) * ki + h // 16 * k2 + r2 * kh
+    in_tiles += h // 16 * k1 + i // 16 * k2 + (max(r1, r2) * 4 + 2) * chunk // 32
+    padded1, padded2 = (-(-r // 2) * 2 * 4 * 256 for r in (r1, r2))
+    floats = 3 * h * i // 64 + 16 * 256 + chunk * 16 + padded1 * (h // 32 + 2 * i // 32) + padded2 * (i // 32 + h // 32)
+    return float(in_tiles * 1024 + 2 * 2 * 64 * max(h, i) + 4 * floats)
+
+
+def expert_bytes(shape: ModelShape, sites: Sequence[Site], layers: range, tokens: int, ways: Ways) -> float:
+    """What the expert kernels keep from call to call: rows of all choices, and each thread's scratch."""
+    found = 0.0
+    for i in layers:
+        if not any(m.fused_experts for m in shape.layers[i].matrices):
+            continue
+        experts = parts_of(shape, i, sites, ways).experts
+        if experts is not None and experts.by_kernel:
+            rows = float(ways.element * tokens * experts.active * experts.hidden)
+            found = max(
+                found,
+                rows + ways.threads * expert_scratch_bytes(experts.hidden, experts.inner, experts.rank1, experts.rank2),
+            )
+    return found

@@ -26,6 +26,12 @@ def _row_buffer(rows: int, columns: int) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
+def reserve_rows(rows: int, columns: int) -> None:
+    """Make the buffer of rows at least this large."""
+    if rows and kernels.route() is not None:
+        _row_buffer(rows, columns)
+
+
 class _Experts(torch.autograd.Function):
     """out[t] = sum over k of weight[t, k] * expert_index[t, k](x[t]); LoRA on gate and up (1) and on down (2)."""
 
@@ -91,6 +97,15 @@ def can_fuse(module: nn.Module, x_TH: Tensor, sites: dict[str, LoraSite]) -> boo
     return bool(
         plain and silu and type(module)._apply_gate is _default_apply_gate and packed.for_kernels() is not None  # type: ignore[attr-defined]
     )
+
+
+def kernel_sizes(module: nn.Module, dtype: torch.dtype, drops: bool) -> tuple[int, int] | None:
+    """Hidden and inner size of experts that the fused kernels serve in this dtype; None for other modules."""
+    packed = module.__dict__.get("lamella_packed")
+    if packed is None or dtype != torch.bfloat16 or drops or kernels.route() is None or packed.table_sizes is None:
+        return None
+    sizes: tuple[int, int] = packed.table_sizes
+    return sizes
 
 
 def fused_experts(

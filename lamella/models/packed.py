@@ -96,13 +96,9 @@ class ExpertBytes:
     @cached_property
     def _table(self) -> Tensor | None:
         """[E, 3, PARTS] for the fused kernels, or None where the matrices have no shape for them."""
-        gate_up, down = self.plans.get("gate_up_proj"), self.plans.get("down_proj")
-        if gate_up is None or down is None:
+        if self.table_sizes is None:
             return None
-        experts, twice, hidden = gate_up.shape
-        inner = twice // 2
-        if hidden % COLUMNS or inner % COLUMNS or down.shape != (experts, hidden, inner):
-            return None
+        _, inner = self.table_sizes
         rows = [
             [
                 self._locate("gate_up_proj", e, 0),
@@ -112,6 +108,17 @@ class ExpertBytes:
             for e in range(self.first, self.first + self.shape("gate_up_proj")[0])
         ]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3, PARTS)
+
+    @property
+    def table_sizes(self) -> tuple[int, int] | None:
+        """Hidden and inner size of experts whose shapes the fused kernels serve."""
+        gate_up, down = self.plans.get("gate_up_proj"), self.plans.get("down_proj")
+        if gate_up is None or down is None:
+            return None
+        experts, twice, hidden = gate_up.shape
+        inner = twice // 2
+        fits = hidden % COLUMNS == 0 and inner % COLUMNS == 0 and down.shape == (experts, hidden, inner)
+        return (hidden, inner) if fits else None
 
     def for_kernels(self) -> PackedExperts | None:
         """For the fused kernels, or None where they do not serve these shapes."""

@@ -6,8 +6,10 @@ import torch
 from lamella.adapter import Adapter
 from lamella.config import LoraConfig
 from lamella.engine import Engine
-from lamella.engine.memory import Ledger, Linear, MemoryPlan, Use, predict, probe_layer, shape_of
+from lamella.engine.memory import Ledger, Linear, predict, probe_layer, shape_of
 from lamella.errors import UserError
+from lamella.forecast.peak import MemoryPlan
+from lamella.forecast.use import Use
 from lamella.models.layout import pack_rows
 from tests.conftest import random_rows
 from tests.fixtures import dense_config, moe_config

@@ -19,8 +19,9 @@ from lamella.engine import Engine
 from lamella.engine.engine import DTYPES
 from lamella.engine.memory import predict, shape_of
 from lamella.engine.walk import Walk
-from lamella.engine.weights import LayerWeights, plan_residency
+from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.forecast.residency import plan_residency
 from lamella.hardware.limit import MemoryLimit, memory_limit
 from lamella.hardware.memory import held_by
 from lamella.models.layout import pack_rows

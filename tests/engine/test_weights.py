@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from lamella.engine import Engine
-from lamella.engine.device import DeviceSlots, HostArena, HostCopier, plan_placement, spread
+from lamella.engine.device import DeviceSlots, HostArena, HostCopier
 from lamella.engine.engine import resolve_dtype
 from lamella.engine.walk import Walk
-from lamella.engine.weights import LayerWeights, plan_residency
+from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
+from lamella.forecast.residency import plan_placement, plan_residency, spread
 from lamella.models.layout import pack_rows
 from lamella.models.skeleton import Skeleton, load_config
 from lamella.store.reader import PackedGroup

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lamella.config import load_run_config
-from lamella.engine.memory import TUNED_HEAP
+from lamella.forecast.peak import TUNED_HEAP
 from lamella.hardware.allocator import wants_restart
 from lamella.ranks.group import Ranks
 from lamella.store.quantize import quantize_checkpoint
