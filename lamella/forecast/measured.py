@@ -25,7 +25,7 @@ class Rates:
         self.dequantise_bytes_per_s = dequantise_bytes_per_s
         self.products = _products(rates.matmul)
         self.rows = {
-            kind: Grid({(float(p.values),): p.seconds for p in rates.rows if p.kind == kind})
+            kind: Grid({(float(p.values),): p.values / p.values_per_s for p in rates.rows if p.kind == kind})
             for kind in {p.kind for p in rates.rows}
         }
         self.expert_grids = _expert_grids(rates.experts)

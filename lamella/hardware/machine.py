@@ -80,7 +80,7 @@ class RowPoint(Section):
 
     kind: RowKind
     values: int
-    seconds: float
+    values_per_s: float
 
 
 class KernelRates(Section):

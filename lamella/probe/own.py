@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamella.hardware.machine import AttentionPoint, ExpertPoint, RowKind
+from lamella.hardware.machine import AttentionPoint, ExpertPoint, RowKind, RowPoint
 from lamella.kernels import attention, experts, rows
 from lamella.probe.pool import Pool
 from lamella.probe.timing import Piece
@@ -188,6 +188,9 @@ class RowRun:
     kind: RowKind
     values: int
 
+    def point(self, seconds: float) -> RowPoint:
+        return RowPoint(kind=self.kind, values=self.values, values_per_s=self.values / seconds)
+
 
 def _routed(logits_TE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     """As families' routers do it."""
@@ -206,31 +209,38 @@ def _balance(logits_TE: Tensor, per_token: int) -> Tensor:
 
 
 def _passes(values: int, pool: Pool) -> list[Piece[RowRun]]:
-    n = values // WIDTH
-    x, y, grad = (pool.tensor(use, n, WIDTH) for use in ("a", "out", "b"))
+    n, tokens = values // WIDTH, values // (8 * HEAD)
+    x, y, grad = (pool.turning(use, n, WIDTH) for use in ("a", "out", "b"))
+    q, dq, out = (pool.turning(use, tokens, 8, HEAD) for use in ("a", "b", "out"))
+    both = pool.turning("both", n, 2 * WIDTH)
     gain, gain_D = pool.tensor("gain", WIDTH), pool.tensor("gain", HEAD)
-    _, rstd = rows.rms_norm(x, gain, 1e-6)
-    tokens = values // (8 * HEAD)
-    q, dq, out = (pool.tensor(use, tokens, 8, HEAD) for use in ("a", "b", "out"))
+    _, rstd = rows.rms_norm(x(), gain, 1e-6)
     cos, sin = (pool.tensor(use, tokens, HEAD) for use in ("gate", "up"))
-    both = pool.tensor("both", n, 2 * WIDTH)
-    gate, up = both[:, :WIDTH], both[:, WIDTH:]
     master = torch.zeros(values)
     vocabulary = 32 * WIDTH
-    logits = pool.tensor("out", max(values // vocabulary, 1), vocabulary)
+    logits = pool.tensor("out", max(values // vocabulary, 1), vocabulary)  # there from the product before
     targets = torch.zeros(len(logits), dtype=torch.int64)
+
+    def gated() -> Tensor:
+        gate_up = both()
+        return rows.gated(gate_up[:, :WIDTH], gate_up[:, WIDTH:], "silu")
+
+    def gated_back() -> Tensor | None:
+        gate_up = both()
+        return rows.gated_backward_(grad(), gate_up[:, :WIDTH], gate_up[:, WIDTH:], "silu", product=True)
+
     passes: dict[RowKind, Callable[[], object]] = {
-        "norm": lambda: rows.rms_norm(x, gain, 1e-6),
-        "norm_back": lambda: rows.rms_norm_backward(grad, x, gain, rstd),
-        "rotate": lambda: rows.rotate(q, cos, sin, out, gain_D, 1e-6),
-        "rotate_back": lambda: rows.rotate_backward(dq, cos, sin, out, q, gain_D, 1e-6),
-        "gated": lambda: rows.gated(gate, up, "silu"),
-        "gated_back": lambda: rows.gated_backward_(grad, gate, up, "silu", product=True),
-        "add": lambda: x + y,
-        "copy": lambda: y.copy_(x),
+        "norm": lambda: rows.rms_norm(x(), gain, 1e-6),
+        "norm_back": lambda: rows.rms_norm_backward(grad(), x(), gain, rstd),
+        "rotate": lambda: rows.rotate(q(), cos, sin, out(), gain_D, 1e-6),
+        "rotate_back": lambda: rows.rotate_backward(dq(), cos, sin, out(), q(), gain_D, 1e-6),
+        "gated": gated,
+        "gated_back": gated_back,
+        "add": lambda: torch.add(x(), grad(), out=y()),
+        "copy": lambda: y().copy_(x()),
         "cast": lambda: master.to(torch.bfloat16),
-        "accumulate": lambda: master.add_(x.view(-1)),
-        "peak": lambda: rows.peak(x),
+        "accumulate": lambda: master.add_(x().view(-1)),
+        "peak": lambda: rows.peak(x()),
         "loss": lambda: rows.cross_entropy_(logits, targets, 1e-3),
     }
     return [Piece(RowRun(kind, logits.numel() if kind == "loss" else values), once) for kind, once in passes.items()]

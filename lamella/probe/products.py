@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +47,17 @@ class Shape:
     inner: int
     columns: int
 
-    def operands(self, pool: Pool) -> tuple[Tensor, Tensor]:
+    def operands(self, pool: Pool) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The two matrices, elsewhere in memory each time."""
         if self.form == "gradient":
-            return pool.tensor("a", self.inner, self.rows).T, pool.tensor("b", self.inner, self.columns)
-        left = pool.tensor("a", self.rows, self.inner)
+            left, right = pool.turning("a", self.inner, self.rows), pool.turning("b", self.inner, self.columns)
+            return lambda: (left().T, right())
+        left = pool.turning("a", self.rows, self.inner)
         if self.form in ("forward", "narrow", "widen"):
-            return left, pool.tensor("b", self.columns, self.inner).T
-        return left, pool.tensor("b", self.inner, self.columns)
+            right = pool.turning("b", self.columns, self.inner)
+            return lambda: (left(), right().T)
+        right = pool.turning("b", self.inner, self.columns)
+        return lambda: (left(), right())
 
     def point(self, seconds: float) -> MatmulPoint:
         flops = 2.0 * self.rows * self.inner * self.columns
@@ -70,8 +74,7 @@ def product_pieces(grid: ProductGrid, pool: Pool) -> list[Piece[Shape]]:
     LoRA adds to it, which costs about as much."""
 
     def piece(shape: Shape) -> Piece[Shape]:
-        out = pool.tensor("out", shape.rows, shape.columns)
-        a, b = shape.operands(pool)
-        return Piece(shape, lambda: torch.mm(a, b, out=out))
+        out, operands = pool.turning("out", shape.rows, shape.columns), shape.operands(pool)
+        return Piece(shape, lambda: torch.mm(*operands(), out=out()))
 
     return [piece(shape) for shape in grid.shapes()]

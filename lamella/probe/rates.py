@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lamella.hardware.machine import KernelRates, RowPoint
+from lamella.hardware.machine import KernelRates
 from lamella.probe import own, products
 from lamella.probe.pool import Pool
 from lamella.probe.timing import Effort, Piece, measure
@@ -46,7 +46,7 @@ class KernelWork:
             matmul=tuple(piece.key.point(seconds(piece)) for piece in self.products),
             experts=tuple(own.expert_points({piece.key: seconds(piece) for piece in self.experts})),
             attention=tuple(own.attention_points({piece.key: seconds(piece) for piece in self.attention})),
-            rows=tuple(RowPoint(kind=p.key.kind, values=p.key.values, seconds=seconds(p)) for p in self.rows),
+            rows=tuple(p.key.point(seconds(p)) for p in self.rows),
             row_bytes_per_s=6.0 * VALUES[-1] / others["sum"],
             call_s=others["call"] / (4 * CHAIN),  # each function and the operation in it, there and back
             update_parameters_per_s=UPDATED / others["update"],

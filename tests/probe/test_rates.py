@@ -25,7 +25,7 @@ def test_products_are_what_their_form_says():
         products.Shape("backward", 5, 7, 6),
         products.Shape("gradient", 2, 5, 6),
     ]:
-        a, b = shape.operands(pool)
+        a, b = shape.operands(pool)()
         assert (a.shape, b.shape) == ((shape.rows, shape.inner), (shape.inner, shape.columns))
         assert b.is_contiguous() == (shape.form != "forward")
         assert a.is_contiguous() == (shape.form != "gradient")
