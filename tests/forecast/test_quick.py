@@ -43,6 +43,9 @@ class OfCosts:
     def dequantise(self, layer):
         return self.cost.layers[layer].dequantised_bytes / self.device.dequantise_bytes_per_s
 
+    def hang(self, layer):
+        return 0.0
+
     def prologue(self, tokens):
         return 0.0
 
