@@ -34,4 +34,5 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
     return costs.model_cost(
         layers, hidden=hidden, vocab=int(engine.config.vocab_size), outer_bytes=outer,
         tied=store.manifest.tie_word_embeddings, trained=counter.first < len(skeleton.layers),
+        dtype_bytes=size, recompute=recompute,
     )  # fmt: skip

@@ -30,18 +30,20 @@ def layer_cost(
 
 
 def model_cost(
-    layers: Iterable[LayerCost], *, hidden: int, vocab: int, outer_bytes: int, tied: bool, trained: bool
+    layers: Iterable[LayerCost], *, hidden: int, vocab: int, outer_bytes: int, tied: bool, trained: bool, dtype_bytes: int,
+    recompute: bool,
 ) -> ModelCost:  # fmt: skip
     """Layers, and what lies outside them.
 
     Args:
         outer_bytes: of embeddings, final norm and head in the dtype computed in.
         trained: something is trained, so the head's input has a gradient.
+        dtype_bytes, recompute: as `cost_of` takes them.
     """
     passes = 2 if trained else 1
     return ModelCost(
         tuple(layers), head_flops_per_label=2.0 * passes * vocab * hidden, first_bytes=0,
-        last_bytes=outer_bytes if tied else outer_bytes // 2,
+        last_bytes=outer_bytes if tied else outer_bytes // 2, recompute=recompute, value_bytes=dtype_bytes,
     )  # fmt: skip
 
 
@@ -68,4 +70,4 @@ def cost_of(shape: ModelShape, sites: Iterable[Site], dtype_bytes: int, recomput
         ))  # fmt: skip
     outer = shape.embedding_parameters + shape.head_parameters + shape.outer_parameters
     return model_cost(layers, hidden=shape.hidden, vocab=shape.vocab, outer_bytes=outer * dtype_bytes, tied=shape.tied,
-                      trained=bool(by_layer))  # fmt: skip
+                      trained=bool(by_layer), dtype_bytes=dtype_bytes, recompute=recompute)  # fmt: skip

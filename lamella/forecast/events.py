@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamella.forecast.items import Item, Kind
+from lamella.forecast.pieces import Key, Spent, pieces_of_items, to_plain
 
 BUSY: tuple[Kind, ...] = ("dequantise", "embed", "forward", "backward", "head", "optimizer")
 """Kinds that are work; in the compute lane `reduce` and `meet` move bytes meanwhile."""
@@ -52,6 +53,7 @@ class Played:
             piece nothing is waited for.
         busy: per rank, share of the step in which it computes; idle: the rest.
         links: by name.
+        pieces: by rank, cause and name, as a trace shows them.
         path: the longest chain: pieces, last first.
         bottleneck: the chain's seconds by what they were spent on, most first; they sum to `step_s`.
     """
@@ -64,6 +66,7 @@ class Played:
     wait_s: dict[int, dict[str, float]]
     busy: dict[int, float]
     links: dict[str, LinkUse]
+    pieces: dict[Key, Spent]
     path: tuple[int, ...]
     bottleneck: tuple[Part, ...]
 
@@ -72,12 +75,13 @@ class Played:
         return {rank: 1 - share for rank, share in self.busy.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """For a plan's document: all but the pieces."""
+        """For a plan's document: all but the single items."""
         return {
             "step_s": self.step_s, "seconds": {str(r): x for r, x in self.seconds.items()},
             "causes": {str(r): x for r, x in self.causes.items()}, "wait_s": {str(r): x for r, x in self.wait_s.items()},
             "busy": {str(r): x for r, x in self.busy.items()},
             "links": {n: {"bytes": u.nbytes, "busy_s": u.busy_s, "share": u.share} for n, u in self.links.items()},
+            "pieces": to_plain(self.pieces),
             "bottleneck": [{"what": p.what, "seconds": p.seconds, "share": p.share} for p in self.bottleneck],
         }  # fmt: skip
 
@@ -249,6 +253,7 @@ class _Simulation:
             waits,
             busy,
             uses,
+            pieces_of_items(items, [self.left[n] - self.start[n] for n in range(len(items))]),
             tuple(path),
             self._parts(path, step_s),
         )

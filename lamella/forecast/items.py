@@ -359,6 +359,7 @@ class _RankState:
         self.last, self.pending, self.sends = -1, list[int](), list[int]()
         self.slots: HostSlots | DeviceSlots = (DeviceSlots if own.accelerator else HostSlots)(self)
         self.boundaries = Boundaries(self) if own.accelerator else None
+        self.hung = set[int]()  # layers whose adapter is there in the compute dtype
         self._times: dict[tuple[str, int, tuple[int, ...]], dict[str, float]] = {}
         self.quiet = False
 
@@ -419,12 +420,16 @@ class _RankState:
     def forward(self, layer: int, group: int, mine: Sequence[int]) -> None:
         before = self.last
         self.compute("forward", f"forward {layer}", self._layer("forward", layer, mine), layer, group)
+        if self.own.recompute and layer < self.stage.last - 1:
+            self.hung.discard(layer)
         if self.boundaries is not None and layer >= self.builder.first_trained and self.own.recompute:
             self.boundaries.put(layer, group, mine, before)
 
     def backward(self, layer: int, group: int, mine: Sequence[int]) -> None:
         after = () if self.boundaries is None else self.boundaries.get(layer, group, mine)
         self.compute("backward", f"backward {layer}", self._layer("backward", layer, mine), layer, group, after)
+        if self.own.recompute:
+            self.hung.discard(layer)
         parameters = self.builder.parameters[layer]
         if self.own.accelerator and parameters:
             back = self.own.back
@@ -452,7 +457,9 @@ class _RankState:
                 self._times[key] = {cause: seconds * self.part(cause) for cause, seconds in found.items()}
             for cause, seconds in self._times[key].items():
                 total[cause] = total.get(cause, 0.0) + seconds
-        return total
+        hang_s = self.own.times.hang(layer) * self.part("lora") if layer not in self.hung else 0.0
+        self.hung.add(layer)
+        return {**total, "hang": hang_s} if hang_s else total
 
 
 class HostSlots:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamella.errors import UserError
-from lamella.forecast.events import Played
 from lamella.forecast.items import Item, Kind
 
 
@@ -28,11 +27,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Spent:
-    """Of one piece in one step, all groups together: seconds, how often, bytes."""
+    """Of one piece in one step, all groups together: seconds, how often, bytes; of a forecast the seconds by cause too."""
 
     seconds: float
     count: float
     nbytes: float
+    causes: dict[str, float] = field(default_factory=dict)
 
 
 CAUSES: dict[Kind, str] = {
@@ -43,20 +43,45 @@ CAUSES: dict[Kind, str] = {
 """Of the trace, by kind of item."""
 MEETING = ("meeting", "sum of numbers", "word of rank 0", "gather", "broadcast", "making groups")
 """How names of small exchanges among all ranks begin."""
-_WORK = ("compute", "dequantise", "optimizer", "reduce")
 
 
-def pieces_of_items(items: Sequence[Item], played: Played | None = None) -> dict[Key, Spent]:
-    """What a traced step is to show: a `send` is a `receive` on the other side too (its seconds are in the sender's)."""
-    found: dict[Key, list[tuple[float, int]]] = {}
+def pieces_of_items(items: Sequence[Item], seconds: Sequence[float] | None = None) -> dict[Key, Spent]:
+    """What a traced step is to show: a `send` is a `receive` on the other side too (its seconds are in the sender's).
+
+    Args:
+        seconds: that each item took when played; None: its own, undisturbed.
+    """
+    found: dict[Key, list[tuple[float, Item]]] = {}
     for n, item in enumerate(items):
-        seconds = played.end_s[n] - played.start_s[n] if played is not None else item.seconds
-        found.setdefault(Key(item.rank, CAUSES[item.kind], item.name), []).append((seconds, item.nbytes))
+        taken = item.seconds if seconds is None else seconds[n]
+        found.setdefault(Key(item.rank, CAUSES[item.kind], item.name), []).append((taken, item))
         if item.kind == "send":
             assert item.peer is not None
-            key = Key(item.peer, "receive", f"receive from rank {item.rank}")
-            found.setdefault(key, []).append((0.0, item.nbytes))
-    return {key: Spent(sum(s for s, _ in all_), len(all_), sum(n for _, n in all_)) for key, all_ in found.items()}
+            found.setdefault(Key(item.peer, "receive", f"receive from rank {item.rank}"), []).append((0.0, item))
+    return {key: _sum(each) for key, each in found.items()}
+
+
+def _sum(each: Sequence[tuple[float, Item]]) -> Spent:
+    causes: dict[str, float] = {}
+    for _, item in each:
+        for cause, seconds in item.causes:
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    return Spent(sum(s for s, _ in each), len(each), sum(item.nbytes for _, item in each), causes)
+
+
+def to_plain(pieces: Mapping[Key, Spent]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {**key._asdict(), "seconds": spent.seconds, "count": spent.count, "bytes": spent.nbytes, "causes": spent.causes}
+        for key, spent in sorted(pieces.items())
+    ]
+
+
+def from_plain(plain: Sequence[Mapping[str, Any]]) -> dict[Key, Spent]:
+    return {
+        Key(p["rank"], p["cause"], p["name"]): Spent(p["seconds"], p["count"], p["bytes"], dict(p["causes"]))
+        for p in plain
+    }
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Links
 from lamella.plan.fluid import Fluid, Team, in_pipeline
 from lamella.plan.split import Split
-from lamella.plan.work import StepPlan, part_of
+from lamella.plan.work import StepPlan, part_of, passes_of
 
 AGREE = 0.5
 """Steps agree when each differs from their mean by at most so much of what that differs from the average."""
@@ -113,15 +113,15 @@ class Balancer:
     def observe(self, step_plan: StepPlan, rows: Sequence[RowCost], busy_s: Sequence[float]) -> None:
         """Take in a step: seconds each rank computed and dequantised (waiting and reading apart)."""
         for s, stage in enumerate(self.split.stages):
-            nbytes = self._table.dequantised[stage.last] - self._table.dequantised[stage.first]
             for rank in stage.ranks:
                 mine = [m for m, owners in enumerate(step_plan.owners[s]) if rank in owners]
                 if not mine or busy_s[rank] <= 0:
                     continue
                 flops = self._table.flops([rows[i] for m in mine for i in step_plan.items[m]], stage.first, stage.last)
-                passes = 2 * sum(any(m in mine for m in group) for group in step_plan.groups)
+                passes = [each for each in passes_of(self.split, step_plan, rank, self._table) if each.items]
+                nbytes = sum(each.dequantised(self._table) for each in passes)
                 device = self.planned[rank]
-                expected = flops / device.flops_per_s + passes * nbytes / device.dequantise_bytes_per_s
+                expected = flops / device.flops_per_s + nbytes / device.dequantise_bytes_per_s
                 expected *= part_of(stage, rank, self._table)
                 self._speeds[rank].observe(math.log(busy_s[rank] / expected), self.threshold)
 

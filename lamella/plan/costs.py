@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 STATE_BYTES = 16
 """Of a trained parameter: value 4, gradient 4, moments 8."""
@@ -49,12 +50,28 @@ class ModelCost:
         head_flops_per_label: forward and input gradient of the head, per label token.
         first_bytes: embeddings, held by the first stage.
         last_bytes: head, held by the last stage.
+        recompute: layers run again in the backward walk.
+        value_bytes: of one number of a boundary.
     """
 
     layers: tuple[LayerCost, ...]
     head_flops_per_label: float = 0.0
     first_bytes: int = 0
     last_bytes: int = 0
+    recompute: bool = True
+    value_bytes: int = 2
+
+    @property
+    def first_trained(self) -> int:
+        """First layer with an adapter; 0 when none is known."""
+        return next((i for i, layer in enumerate(self.layers) if layer.adapter_bytes), 0)
+
+    def sums_of(self, kind: Literal["F", "B"], ranks: int) -> float:
+        """Times that an expert split of so many ranks sums a layer's boundary in one pass: after attention and after the
+        experts; going back, the gradients at their inputs too, besides what is recomputed. Three ranks or more sum 16-bit values
+        in fp32."""
+        count = 2 if kind == "F" else 4 if self.recompute else 2
+        return count * (max(self.value_bytes, 4) / self.value_bytes if ranks > 2 else 1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import numpy as np
 
 from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES, CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device, Links
-from lamella.plan.simulate import REDUCES_PER_LAYER
 from lamella.plan.split import Split, Stage, Way
 
 ROOM = 0.97
@@ -104,7 +103,9 @@ class Fluid:
         latency = self.links.ring_seconds(self.devices, team.ranks, 0)
         per_byte = self.links.ring_seconds(self.devices, team.ranks, 1.0) - latency
         layers = self.points[None, :] - self.points[:, None]
-        return REDUCES_PER_LAYER * (layers * count * latency + self.boundary * self.tokens * per_byte)
+        times = sum(self.model.sums_of(kind, 2) for kind in ("F", "B"))
+        nbytes = sum(self.model.sums_of(kind, len(team.ranks)) for kind in ("F", "B")) * self.boundary * self.tokens
+        return times * layers * count * latency + nbytes * per_byte
 
     def need(self, team: Team, k: int, groups: int, flying: int, stream: bool) -> np.ndarray:
         """Bytes that device k of a team needs: with nothing held (two slots instead), or with all layers held."""
@@ -247,8 +248,6 @@ class Fluid:
         return level_shares(fixed, whole, [max(0.0, ROOM * cap) for cap in caps], keep=team.way == "experts")
 
     def reduce_seconds(self, team: Team, first: int, last: int) -> float:
-        if team.way == "experts":
-            return 0.0
         nbytes = (self.table.adapter[last] - self.table.adapter[first]) / STATE_BYTES * GRADIENT_BYTES
         return self.links.ring_seconds(self.devices, team.ranks, nbytes)
 

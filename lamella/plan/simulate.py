@@ -1,9 +1,12 @@
 """A step played through before it runs: every action of every rank, every message on its link.
 
-Per rank and action: FLOPs over speed, plus the dequantising of the stage's layers (once per pass of a group), beside which
-the layers that do not stay in memory are read; the longer of the two counts. Boundaries go to the next stage when a group
-has passed, one message after the other on a link; between hosts all devices share the link of their two hosts. Ranks of an
-`experts` stage go in step, with four all-reduces a layer. At the end a stage's ranks add up their gradients.
+Per rank and action: FLOPs over speed, plus the dequantising of the stage's layers (once per pass of a group; where a walk turns
+around, the layer at work stays), beside which the layers that do not stay in memory are read (but for those in the slots at the
+turn); of those layers the longer of the two counts. Boundaries go to the next stage when a group has passed, one message after
+the other on a link; between hosts all devices share the link of their two hosts. Ranks of an `experts` stage go in step, with two
+all-reduces a layer forward, two back, and two for what is recomputed. At the end a stage's ranks add up their gradients.
+
+`lamella.forecast.items` lists the same step piece by piece; this is the quick way of a search among many splits.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES, CostTable, ModelCost
 from lamella.plan.devices import Device, Links
 from lamella.plan.memory import DeviceMemory, memory_of
 from lamella.plan.split import Split, Stage
-from lamella.plan.work import Action, StepPlan, part_of
+from lamella.plan.work import Action, Pass, StepPlan, part_of, passes_of
 
-REDUCES_PER_LAYER = 4
-"""All-reduces of an expert split, half of them forward: after attention and after the experts."""
+IN_SLOTS = 2
+"""Streamed layers that are still at hand where the walk turns around."""
 
 
 @dataclass(frozen=True)
@@ -122,38 +125,58 @@ class _Simulation:
         self.tokens = [sum(rows[i].tokens for i in item) for item in plan.items]
         self.ranks = {r: _Rank(s) for s, stage in enumerate(split.stages) for r in stage.ranks}
         for rank, state in self.ranks.items():
-            streamed = memory[rank].streamed_bytes
-            state.work = [self._work(rank, state.stage, a, streamed) for a in plan.actions[state.stage]]
+            state.work = [
+                self._work(rank, state.stage, each, memory[rank]) for each in passes_of(split, plan, rank, table)
+            ]
         self.arrived: dict[tuple[str, int, int, int], float] = {}  # kind, stage, item, rank -> when its input is there
         self.link_free: dict[tuple[object, object], float] = {}
         self.sent: dict[tuple[int, int], int] = {}
         self.spans: list[Span] = []
         self.events: list[tuple[float, int, int]] = []  # end, rank, position among its actions
 
-    def _work(self, rank: int, s: int, action: Action, streamed: int) -> _Work:
-        stage, device = self.split.stages[s], self.devices[rank]
-        items = tuple(m for m in self.plan.groups[action.group] if rank in self.plan.owners[s][m])
-        if not items:
+    def _work(self, rank: int, s: int, each: Pass, memory: DeviceMemory) -> _Work:
+        if not each.items:
             return _Work((), 0.0, 0.0, 0)
-        rows = [self.rows[i] for m in items for i in self.plan.items[m]]
-        flops = self.table.passes(rows, stage.first, stage.last)[action.kind == "B"]
-        nbytes: float = self.table.dequantised[stage.last] - self.table.dequantised[stage.first]
-        part = part_of(stage, rank, self.table)
-        busy = part * (flops / device.flops_per_s + nbytes / device.dequantise_bytes_per_s)
-        wait = self._rings(stage, items)
-        read = streamed / device.read_bytes_per_s if streamed else 0.0
-        return _Work(items, max(busy + wait, read), busy, streamed)
+        stage, device, table = self.split.stages[s], self.devices[rank], self.table
+        rows = [self.rows[i] for m in each.items for i in self.plan.items[m]]
+        flops = table.passes(rows, stage.first, stage.last)[each.kind == "B"]
+        nbytes = each.dequantised(table)
+        busy = part_of(stage, rank, table) * (flops / device.flops_per_s + nbytes / device.dequantise_bytes_per_s)
+        seconds = busy + self._rings(stage, each)
+        read, share = self._read(stage, each, memory)
+        if read:
+            beside = seconds * (1 if device.spills else share)  # on a GPU layers that stay lie between the others
+            seconds += max(read / device.read_bytes_per_s - beside, 0.0)
+        return _Work(each.items, seconds, busy, read)
 
-    def _rings(self, stage: Stage, items: Sequence[int]) -> float:
+    def _read(self, stage: Stage, each: Pass, memory: DeviceMemory) -> tuple[int, float]:
+        """Packed bytes that a pass reads, and the share of its layers that they are of: beside others nothing is read."""
+        if not memory.streamed_bytes:
+            return 0, 0.0
+        packed = self.table.packed
+        held = stage.first + memory.layers_held
+        a, b = max(held, each.first), stage.last
+        if each.turns and each.kind == "F":
+            a = min(a + IN_SLOTS, b)
+        elif each.turns:
+            b = max(b - IN_SLOTS, a)
+        of_all = packed[stage.last] - packed[held]
+        if b <= a or not of_all:
+            return 0, 0.0
+        return int(memory.streamed_bytes * (packed[b] - packed[a]) / of_all), (b - a) / (each.last - each.first)
+
+    def _rings(self, stage: Stage, each: Pass) -> float:
         """Seconds of an expert split's all-reduces in one pass."""
-        if stage.way != "experts":
+        n = len(stage.ranks)
+        if stage.way != "experts" or n < 2:
             return 0.0
         layers = self.table.model.layers[stage.first : stage.last]
+        count, weight = self.table.model.sums_of(each.kind, 2), self.table.model.sums_of(each.kind, n)
         total = 0.0
-        for per_token, count in Counter(layer.boundary_bytes_per_token for layer in layers).items():
-            for m in items:
-                seconds = self.links.ring_seconds(self.devices, stage.ranks, self.tokens[m] * per_token)
-                total += REDUCES_PER_LAYER / 2 * count * seconds
+        for per_token, alike in Counter(layer.boundary_bytes_per_token for layer in layers).items():
+            for m in each.items:
+                nbytes = self.tokens[m] * per_token * weight / count
+                total += count * alike * self.links.ring_seconds(self.devices, stage.ranks, nbytes)
         return total
 
     def run(self) -> Timeline:
@@ -238,7 +261,7 @@ class _Simulation:
             state_bytes = self.table.adapter[stage.last] - self.table.adapter[stage.first]
             gradients = state_bytes // STATE_BYTES * GRADIENT_BYTES
             reduce_s = 0.0
-            if stage.way == "tokens" and len(stage.ranks) > 1:
+            if len(stage.ranks) > 1:
                 reduce_s = self.links.ring_seconds(self.devices, stage.ranks, gradients)
                 for a, b in zip(stage.ranks, stage.ranks[1:] + stage.ranks[:1], strict=True):
                     n = len(stage.ranks)

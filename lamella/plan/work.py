@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lamella.plan.costs import CostTable, ModelCost, RowCost
@@ -37,6 +37,48 @@ class StepPlan:
     groups: tuple[tuple[int, ...], ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
     actions: tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rank's part of an action.
+
+    Attributes:
+        kind, items: forward or back, and the micro-batches it takes; none: nothing is done.
+        first, last: layers that it walks through; going back it ends at the first trained one.
+        turns: it begins at the layer that the action before it ended at, whose weights are still at hand.
+    """
+
+    kind: Literal["F", "B"]
+    items: tuple[int, ...]
+    first: int
+    last: int
+    turns: bool
+
+    def dequantised(self, table: CostTable) -> float:
+        """Bytes written before it can compute."""
+        total = table.dequantised[self.last] - table.dequantised[self.first]
+        if self.turns:
+            total -= table.model.layers[self.first if self.kind == "F" else self.last - 1].dequantised_bytes
+        return total
+
+
+def passes_of(split: Split, plan: StepPlan, rank: int, table: CostTable) -> list[Pass]:
+    """A rank's part of each of its stage's actions, in order. The step is one of many like it, so its first one follows the last
+    of the step before."""
+    s = split.stage_of(rank)
+    stage, trained = split.stages[s], table.model.first_trained
+    found = []
+    for action in plan.actions[s]:
+        items = tuple(m for m in plan.groups[action.group] if rank in plan.owners[s][m])
+        low = stage.first if action.kind == "F" else min(max(stage.first, trained), stage.last)
+        found.append(Pass(action.kind, items if low < stage.last else (), low, stage.last, False))
+    at_work = [k for k, each in enumerate(found) if each.items]
+    for k, before in zip(at_work, [*at_work[-1:], *at_work[:-1]], strict=True):
+        each = found[k]
+        if found[before].kind != each.kind and (each.kind == "B" or trained <= stage.first):
+            found[k] = replace(each, turns=True)
+    return found
 
 
 def plan_step(

@@ -32,6 +32,7 @@ class Fake:
     head_s: float = 0.0
     prologue_s: float = 0.0
     update_s: float = 0.0
+    hang_s: float = 0.0
     slower: dict = field(default_factory=dict)
 
     def _shared(self, seconds):
@@ -46,6 +47,9 @@ class Fake:
 
     def dequantise(self, layer):
         return self.dequantise_s
+
+    def hang(self, layer):
+        return self.hang_s
 
     def prologue(self, tokens):
         return self.prologue_s * tokens

@@ -52,6 +52,12 @@ def test_kept_activations_are_not_recomputed():
     assert played.step_s == pytest.approx(16 * 6 * 3)
 
 
+def test_adapters_are_hung_once_a_pass_or_once_a_step_where_graphs_are_kept():
+    for recompute, passes in ((True, 6 + 5), (False, 6)):  # the last layer's stays for the way back
+        played = play(listed(rank_plan(Fake(hang_s=1.0), range(6), recompute=recompute)), {})
+        assert played.causes[0]["hang"] == passes
+
+
 def test_layers_without_an_adapter_above_are_not_walked_back():
     items = listed(rank_plan(), trained=4)
     assert names(items, "backward") == ["backward 5", "backward 4"]
