@@ -46,15 +46,16 @@ def probe(
         )
     if not out.absolute().parent.is_dir():
         raise UserError("no such folder", fix="make it first, or give another --out", path=out.absolute().parent)
-    from lamella.console import progress
     from lamella.console import out as console
-    from lamella.probe.run import FULL, QUICK, STEPS, measure_machine
+    from lamella.console import progress
+    from lamella.probe.run import FULL, QUICK, measure_machine
     from lamella.probe.table import show
 
     files = sorted((folder / "layers").glob("*.bin")) if (folder / "manifest.json").is_file() else []
-    with progress("probe", STEPS, "parts") as meter:
+    plan = QUICK if quick else FULL
+    with progress("probe", plan.parts, "parts") as meter:
         machine = measure_machine(
-            QUICK if quick else FULL, folder, files=files, which=device, imports=IMPORTS,
+            plan, folder, files=files, which=device, imports=IMPORTS,
             on_progress=lambda what: meter.advance(1, what),
         )  # fmt: skip
     tree = machine.model_dump(mode="json")

@@ -214,7 +214,7 @@ def measure_gpus(devices: Sequence[int], quick: bool, on_progress: Callable[[str
     """All of `devices` (torch's numbers)."""
     cuda = TorchCuda()
     nbytes, repeats = (LINK_BYTES_QUICK, 3) if quick else (LINK_BYTES, 5)
-    effort = Effort(3, 0.05) if quick else Effort(5, 0.2)
+    effort = Effort(2, 0.03) if quick else Effort(3, 0.2)
     notes: list[str] = []
     described = {d: cuda.describe(d) for d in devices}
     library, why = driver.load()

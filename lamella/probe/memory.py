@@ -8,7 +8,7 @@ import torch
 
 from lamella.kernels import dequantize_nf4
 from lamella.kernels.layout import ABSMAX_BLOCK, AbsmaxState, dynamic_code
-from lamella.probe.timing import Effort, best_s
+from lamella.probe.timing import Effort, Piece, measure
 
 COPIED_BYTES = 256 << 20
 """Beyond caches on most machines."""
@@ -21,7 +21,7 @@ def copy_rate(device: torch.device, effort: Effort, nbytes: int = COPIED_BYTES) 
     """Bytes read and written per second, together, of copies within the device's memory (a CPU's: with torch's threads)."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / best_s(_ended(device, lambda: target.copy_(source)), effort)
+    return 2 * nbytes / _seconds(device, lambda: target.copy_(source), effort)
 
 
 def dequantise_rate(device: torch.device, effort: Effort, shape: tuple[int, int]) -> float:
@@ -36,16 +36,17 @@ def dequantise_rate(device: torch.device, effort: Effort, shape: tuple[int, int]
         offset=torch.tensor(0.02, device=device),
     )
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    return 2 * n / best_s(_ended(device, lambda: dequantize_nf4(codes, state, out, _BLOCK)), effort)
+    return 2 * n / _seconds(device, lambda: dequantize_nf4(codes, state, out, _BLOCK), effort)
 
 
-def _ended(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
-    """Work that is over when the call is."""
-    if device.type != "cuda":
-        return work
+def _seconds(device: torch.device, work: Callable[[], object], effort: Effort) -> float:
+    """Of the fastest run, until the device is done with it."""
 
     def once() -> None:
         work()
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    return once
+    piece = Piece("", once)
+    measure([piece], effort)
+    return piece.best_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ VALUES, VALUES_QUICK = (1 << 15, 1 << 18, 1 << 21, 1 << 24), (1 << 15, 1 << 21)
 ROUTED, ROUTED_QUICK = (32, 512, 4096), (64, 1024)
 UPDATED = 1 << 21
 CHAIN = 100
+ENOUGH_S = 25.0
+"""No further round begins after so long (on a machine that others use): two are enough for a figure."""
 
 
 class KernelWork:
@@ -66,7 +69,10 @@ def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str
     try:
         torch.set_num_threads(threads or before)
         work = KernelWork(quick)
+        start_s = time.perf_counter()
         for turn in range(effort.rounds):
+            if turn > 1 and time.perf_counter() - start_s > ENOUGH_S:
+                break
             for what, pieces in work.groups().items():
                 on_progress(f"{what}, round {turn + 1} of {effort.rounds}")
                 measure(pieces, Effort(1, effort.turn_s))

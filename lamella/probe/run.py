@@ -31,8 +31,6 @@ from lamella.units import format_bytes
 
 Which = Literal["auto", "cpu", "cuda", "all"]
 _CPU = torch.device("cpu")
-STEPS = 6
-"""Parts that `measure_machine` tells of, beside one or two a GPU."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class Plan:
     Attributes:
         disk_bytes, disk_s: written and read, and how long each at most.
         children: whether processes are started for collectives and for the memory of imports.
+        parts: that are told of on a CPU, for progress.
     """
 
     effort: Effort
@@ -49,10 +48,11 @@ class Plan:
     disk_s: float
     children: bool
     quick: bool
+    parts: int
 
 
-FULL = Plan(Effort(5, 0.3), 1 << 30, 5.0, True, False)
-QUICK = Plan(Effort(3, 0.05), 128 << 20, 0.8, False, True)
+FULL = Plan(Effort(3, 0.2), 1 << 30, 5.0, True, False, 25)
+QUICK = Plan(Effort(2, 0.03), 128 << 20, 0.8, False, True, 13)
 CHILD_LIMIT_S = 60.0
 
 

@@ -21,7 +21,7 @@ def render(machine: Machine) -> RenderableType:
     for table in (_links(machine), _collectives(machine)):
         if table is not None:
             parts += [Text(""), table]
-    parts += [Text(""), _hosts(machine)]
+    parts += [Text(""), *_hosts(machine)]
     if machine.notes:
         parts += [Text("")] + [Text(f"- {note}") for note in machine.notes]
     return Group(*parts)
@@ -35,13 +35,13 @@ def _table(*titles: str) -> Table:
 
 
 def _devices(machine: Machine) -> Table:
-    table = _table("#", "device", "memory", "free", "products", "NF4 undone", "copies within", "reached")
+    table = _table("#", "device", "memory", "free", "products", "NF4 undone", "copies within")
     for index, device in enumerate(machine.devices):
         free = "" if device.free_bytes is None else format_bytes(device.free_bytes)
         table.add_row(
             str(index), _name(device), format_bytes(device.memory_bytes), free,
             f"{_flops(device.matmul_flops_per_s)} {device.dtype}", _rate(device.dequantise_bytes_per_s),
-            _rate(device.memory_bytes_per_s), "measured" if device.kernels is not None else f"{device.reached:.0%}",
+            _rate(device.memory_bytes_per_s),
         )  # fmt: skip
     return table
 
@@ -81,23 +81,24 @@ def _collectives(machine: Machine) -> Table | None:
     return table
 
 
-def _hosts(machine: Machine) -> Table:
-    table = _table(
-        "host", "disk", "cores", "RAM", "limit", "free", "copies in RAM", "imports", "disk read", "written", "free"
-    )
+def _hosts(machine: Machine) -> list[Text]:
+    lines = []
     for host in machine.hosts:
-        disk = host.disk
-        table.add_row(
-            host.name, "" if disk is None else f"{disk.path} ({disk.kind})", str(host.cores), format_bytes(host.ram_bytes),
-            format_bytes(host.limit_bytes), _maybe(host.free_bytes), _maybe(host.memory_bytes_per_s, "/s"),
-            _maybe(host.import_bytes), _maybe(disk and disk.read_bytes_per_s, "/s"),
-            _maybe(disk and disk.write_bytes_per_s, "/s"), _maybe(disk and disk.free_bytes),
-        )  # fmt: skip
-    return table
+        limit = "" if host.limit_bytes == host.ram_bytes else f", of which {format_bytes(host.limit_bytes)} may be used"
+        parts = [f"{host.cores} cores", f"{host.numa_nodes} NUMA nodes" if host.numa_nodes > 1 else "",
+                 f"RAM {format_bytes(host.ram_bytes)}{limit}", _told(host.free_bytes, "", " free"),
+                 _told(host.memory_bytes_per_s, "copies at ", "/s"), _told(host.pinned_bytes, "up to ", " page-locked"),
+                 _told(host.import_bytes, "", " for a process that has imported what training imports")]  # fmt: skip
+        lines.append(Text(f"host {host.name}: " + ", ".join(part for part in parts if part)))
+        if (disk := host.disk) is not None:
+            parts = [_told(disk.read_bytes_per_s, "reads ", "/s"), _told(disk.write_bytes_per_s, "writes ", "/s"),
+                     _told(disk.free_bytes, "", " free")]  # fmt: skip
+            lines.append(Text(f"disk {disk.path} ({disk.kind}): " + ", ".join(part for part in parts if part)))
+    return lines
 
 
-def _maybe(value: float | None, unit: str = "") -> str:
-    return "" if value is None else f"{format_bytes(value)}{unit}"
+def _told(value: float | None, before: str, after: str) -> str:
+    return "" if value is None else f"{before}{format_bytes(value)}{after}"
 
 
 def _rate(value: float) -> str:
