@@ -219,17 +219,14 @@ def _prefill_flops(shape: ModelShape, length: int) -> float:
 
 
 class Devices:
-    """Equal devices that share the model.
+    """`count` equal devices that share the model."""
 
-    Args:
-        name: as shown; usd_per_hour: of all of them, None: not known.
-    """
-
-    def __init__(self, name: str, devices: Sequence[DeviceFacts], usd_per_hour: float | None) -> None:
-        self.name, self.count, self.usd_per_hour = name, len(devices), usd_per_hour
-        self.memory_bytes = int(sum(USABLE_SHARE * device.memory_bytes for device in devices))
-        self.bytes_per_s = sum(device.memory_bytes_per_s for device in devices)
-        self.flops_per_s = sum(device.matmul_flops_per_s * device.reached for device in devices)
+    def __init__(self, device: DeviceFacts, count: int) -> None:
+        self.name, self.count = f"{count} x {device.name}", count
+        self.memory_bytes = int(count * USABLE_SHARE * device.memory_bytes)
+        self.bytes_per_s = count * device.memory_bytes_per_s
+        self.flops_per_s = count * device.matmul_flops_per_s * device.reached
+        self.usd_per_hour = None if device.price is None else count * device.price.usd_per_hour
 
 
 def devices_of(machine: Machine) -> Devices:
@@ -237,10 +234,16 @@ def devices_of(machine: Machine) -> Devices:
     kinds: dict[str, list[DeviceFacts]] = {}
     for device in machine.devices:
         kinds.setdefault(device.name, []).append(device)
-    name, group = max(kinds.items(), key=lambda kind: sum(device.memory_bytes for device in kind[1]))
-    prices = [device.price for device in group]
-    hourly = None if None in prices else sum(price.usd_per_hour for price in prices if price is not None)
-    return Devices(f"{len(group)} x {name}", group, hourly)
+    group = max(kinds.values(), key=lambda same: sum(device.memory_bytes for device in same))
+    return Devices(group[0], len(group))
+
+
+def catalogue_devices() -> list[Devices]:
+    """One, two, four and eight of each known device."""
+    from lamella.hardware.catalogue import catalogue
+
+    known = catalogue()
+    return [Devices(known.facts(device), count) for device in known.devices for count in (1, 2, 4, 8)]
 
 
 def serve(
@@ -291,12 +294,12 @@ def _decode(
 
 
 def preview(
-    shape: ModelShape, machine: Machine, candidates: Sequence[Machine], length: int, adapter: Sequence[Site] = ()
+    shape: ModelShape, machine: Machine, candidates: Sequence[Devices], length: int, adapter: Sequence[Site] = ()
 ) -> Serving:
     """What serving takes, on the machine at hand and on the smallest of the candidates.
 
     Args:
-        candidates: machines of the catalogue; of those with a price the cheapest counts, else the one with least memory.
+        candidates: such as `catalogue_devices()`; of those with a price the cheapest counts, else the one with least memory.
         length: of a sequence that has to fit.
         adapter: pairs that are served beside the weights.
     """
@@ -311,24 +314,29 @@ def preview(
             f"of {len(machine.devices)} devices here the {at_hand.name} alone are looked at: engines want equal ones"
         )
     here = [serve(shape, form, at_hand, length, adapter) for form in FORMATS]
-    smallest: list[Serve] = []
-    nowhere: list[Format] = []
-    for form in FORMATS:
-        fitting = [found for m in candidates if (found := serve(shape, form, devices_of(m), length, adapter))]
-        if fitting:
-            smallest.append(min(fitting, key=_expense))
-        else:
-            nowhere.append(form)
+    weights = {form: weight_bytes(shape, form) for form in FORMATS}
+    smallest = {form: _smallest(shape, form, weights[form], candidates, length, adapter) for form in FORMATS}
     return Serving(
         kv_bytes_per_token=kv_bytes_per_token(shape), kv_bytes={n: kv_bytes(shape, n) for n in lengths_of(shape)},
-        weights={form: weight_bytes(shape, form) for form in FORMATS},
-        here=tuple(found for found in here if found is not None), smallest=tuple(smallest), nowhere=tuple(nowhere),
-        notes=tuple(notes),
+        weights=weights, here=tuple(found for found in here if found is not None),
+        smallest=tuple(found for found in smallest.values() if found is not None),
+        nowhere=tuple(form for form, found in smallest.items() if found is None), notes=tuple(notes),
     )  # fmt: skip
 
 
-def _expense(found: Serve) -> tuple[float, int]:
-    return (math.inf if found.usd_per_hour is None else found.usd_per_hour, found.memory_bytes)
+def _smallest(
+    shape: ModelShape, form: Format, weights: int, candidates: Sequence[Devices], length: int, adapter: Sequence[Site]
+) -> Serve | None:
+    beside = 2 * sum(site.parameters for site in adapter)
+    kv = {count: kv_bytes(shape, length, count) for count in {devices.count for devices in candidates}}
+    fitting = [d for d in candidates if d.memory_bytes >= weights + beside + kv[d.count]]
+    if not fitting:
+        return None
+    return serve(shape, form, min(fitting, key=_expense), length, adapter)
+
+
+def _expense(devices: Devices) -> tuple[float, int]:
+    return (math.inf if devices.usd_per_hour is None else devices.usd_per_hour, devices.memory_bytes)
 
 
 def serving_numbers(shape: ModelShape, serving: Serving) -> list[Number]:

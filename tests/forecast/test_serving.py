@@ -3,6 +3,8 @@
 import pytest
 
 from lamella.forecast.serving import (
+    Devices,
+    catalogue_devices,
     devices_of,
     kv_bytes,
     kv_bytes_per_token,
@@ -13,7 +15,7 @@ from lamella.forecast.serving import (
     serving_numbers,
     touched_experts,
     weight_bytes,
-)  # fmt: skip
+)
 from lamella.forecast.shape import Core, Matrix, Site
 from tests.forecast import numbers, shapes
 from tests.forecast.machines import gpu, machine
@@ -118,9 +120,8 @@ def test_prefill_counts_pairs_and_the_head_once():
 
 def test_the_big_model_on_the_machine_and_on_the_smallest():
     shape, here = shapes.qwen_235b(), machine(*[gpu()] * 4)
-    candidates = [machine(*[gpu()] * n) for n in (1, 2, 4, 8)] + [
-        machine(*[gpu("G24", 24e9, price=0.5)] * n) for n in (1, 2, 4, 8)
-    ]
+    kinds = (gpu(), gpu("G24", 24e9, price=0.5))
+    candidates = [Devices(kind, n) for kind in kinds for n in (1, 2, 4, 8)]
     found = preview(shape, here, candidates, 4096)
     assert [entry.format for entry in found.here] == ["fp8", "nf4"]  # 470 GB do not fit into 288
     assert {entry.format: entry.machine for entry in found.smallest} == {
@@ -144,3 +145,13 @@ def test_lengths():
     assert lengths_of(shapes.qwen_235b()) == (1024, 4096, 16384, 65536, 262144)
     assert lengths_of(only(shapes.full(4, 2, 16))) == (1024, 4096)
     assert lengths_of(shapes.model("open", 64, 128, []))[-1] == 131072
+
+
+def test_the_catalogue_has_a_machine_for_the_big_model():
+    found = preview(shapes.qwen_235b(), machine(gpu()), catalogue_devices(), 4096)
+    assert not found.here and not found.nowhere
+    for entry in found.smallest:
+        assert entry.sequences[4096] >= 1 and entry.memory_bytes > entry.weight_bytes
+    assert [entry.weight_bytes for entry in found.smallest] == sorted(
+        (e.weight_bytes for e in found.smallest), reverse=True
+    )
