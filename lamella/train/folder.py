@@ -1,6 +1,7 @@
 """A run's folder: who may write to it, whether a run goes on or starts, and its line-by-line metrics.
 
 runs/<name>/config.json                   the resolved configuration
+            plan.json                     what the run was expected to take
             metrics.jsonl                 one line per step
             validation.jsonl              one line per measurement
             checkpoints/                  see `checkpoint.py`
@@ -31,12 +32,14 @@ Mode = Literal["auto", "resume", "fresh"]
 RESULT = ("adapter_model.safetensors", "adapter_config.json", "lamella_adapter.json", "chat_template.jinja",
           "generation_config.json")  # fmt: skip
 """The adapter's files: in the folder itself only while the run is `ok`."""
-OURS = ("config.json", "metrics.jsonl", "validation.jsonl", "receipt.json", TRACE, "checkpoints", *RESULT)
+PLAN = "plan.json"
+OURS = ("config.json", PLAN, "metrics.jsonl", "validation.jsonl", "receipt.json", TRACE, "checkpoints", *RESULT)
 RESULT_PARTIAL = ".adapter.partial"
 
 _WRITTEN_BY_US = {  # keys by which a file of ours is known
     "config.json": {"name", "runs_dir", "store", "data", "lora", "train", "checkpoint"},
     "receipt.json": {"status", "name", "config", "base", "figures"},
+    PLAN: {"kind", "format_version", "asked", "settled"},
 }
 
 FREE_KEYS = (
@@ -110,6 +113,7 @@ class RunFolder:
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
         self.receipt_path = self.path / "receipt.json"
         self.trace_path = self.path / TRACE
+        self.plan_path = self.path / PLAN
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
@@ -186,6 +190,7 @@ class RunFolder:
         self.drop_result()
         self.trace_path.unlink(missing_ok=True)
         if beginning.checkpoint is None:
+            self.plan_path.unlink(missing_ok=True)
             self.checkpoints.clear()
             self.metrics.path.unlink(missing_ok=True)
             self.validations.path.unlink(missing_ok=True)

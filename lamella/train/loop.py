@@ -27,6 +27,7 @@ from lamella.adapter.lora import is_finite, is_zero
 from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.errors import RankLost, RunFailed, UserError
+from lamella.forecast.document import PlanFile, write_plan
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks, reason_of
 from lamella.ranks.place import place_of
@@ -93,13 +94,18 @@ class Run:
                 notice(f"warning: {text}")
 
 
-def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None = None) -> TrainResult:
+def train_run(
+    config: RunConfig, mode: Mode = "auto", assemble: Assemble | None = None, plan: PlanFile | None = None,
+    machine: Path | None = None,
+) -> TrainResult:  # fmt: skip
     """Train as `config` says and leave adapter, metrics and receipt in `<runs_dir>/<name>`.
 
     Args:
         mode: `auto` goes on from a complete checkpoint of the same configuration, `resume` insists on one, `fresh`
             drops what an earlier run of this name left.
         assemble: opens store, data, engine and adapter; the real rooms by default.
+        plan: that this run follows; None: one is made.
+        machine: file of this machine as `lamella probe` wrote it, to make a plan with.
 
     Raises:
         UserError: bad input, nothing trained.
@@ -119,7 +125,7 @@ def train_run(config: RunConfig, mode: Mode = "auto", assemble: Assemble | None 
         parts = assemble(config, ranks, beginning.checkpoint is None)
         try:
             run = _open_run(config, ranks, folder, parts, beginning)
-            ranks.on_first(lambda: folder.start(beginning))
+            ranks.on_first(lambda: _start(folder, beginning, parts, plan, machine))
             return _train(run)
         finally:
             parts.engine.close()
@@ -145,6 +151,16 @@ def _begin(folder: RunFolder, mode: Mode) -> Beginning:
     beginning = folder.begin(mode)
     report_beginning(beginning)
     return beginning
+
+
+def _start(
+    folder: RunFolder, beginning: Beginning, parts: Parts, plan: PlanFile | None, machine: Path | None
+) -> None:
+    if plan is None and parts.forecast is not None:
+        plan = parts.forecast(machine)
+    folder.start(beginning)
+    if plan is not None:
+        write_plan(folder.plan_path, plan)
 
 
 def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, beginning: Beginning) -> Run:

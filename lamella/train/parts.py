@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lamella.adapter.pages import StatePages
+from lamella.forecast.document import PlanFile
 from lamella.models.layout import PackedBatch
 
 
@@ -151,6 +152,7 @@ class Parts:
         aux_coef: weight of the router balancing loss.
         pages: where the adapter's state is, if not in RAM.
         spread: divides steps among several ranks, from a checkpoint's `split` or anew; None: rows evenly.
+        forecast: what the run should take, given the file of a measured machine or None; None: nothing can be said.
     """
 
     engine: Engine
@@ -165,6 +167,7 @@ class Parts:
     aux_coef: float = 0.0
     pages: StatePages | None = None
     spread: Callable[[dict[str, Any] | None], Spread] | None = None
+    forecast: Callable[[Path | None], PlanFile | None] | None = None
 
 
 @dataclass(frozen=True)
