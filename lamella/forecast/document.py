@@ -80,7 +80,7 @@ class PlanFile(Section):
     figures: dict[str, Any]
     """All figures of the forecast."""
     money: Money
-    serving: Serving
+    serving: Serving | None
     numbers: tuple[Number, ...] = Field(repr=False)
     """Figures with formula and inputs."""
     notes: tuple[str, ...]
