@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lamella.config import RunConfig
+    from lamella.forecast.document import PlanFile
     from lamella.launch.supervise import Mode
 
 
@@ -22,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    run: Annotated[Path, typer.Argument(help="The run's TOML file, or a plan.json of `lamella plan --save`.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="dotted.key=value, e.g. train.steps=100")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on from a checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what an earlier run of this name left.")] = False,
@@ -32,14 +33,13 @@ def train(
 
     With several [[devices]], or device "cuda" and several GPUs, it starts one process for each.
     """
-    from lamella.config import load_run_config
     from lamella.launch.local import local_ranks, start_ranks
     from lamella.launch.rank import enter, is_restart
     from lamella.ranks.place import started_by_launcher
 
     if resume and fresh:
         raise UserError("--resume and --fresh together", fix="give one of them")
-    config = load_run_config(run, overrides)
+    config, plan = _open_run(run, overrides or [])
     if dry_run:
         _show_plan(config)
         return
@@ -54,7 +54,54 @@ def train(
         return
     from lamella.train.loop import train_run
 
-    train_run(config, mode)
+    train_run(config, mode, plan=plan, machine=_machine_file(run))
+
+
+def _open_run(run: Path, overrides: list[str]) -> tuple[RunConfig, PlanFile | None]:
+    """The configuration, and the plan that it is from.
+
+    Raises:
+        UserError: see `load_run_config`, `read_plan` and `run_of`; a store or devices that are not the plan's.
+    """
+    from lamella.config import load_run_config
+
+    if run.suffix != ".json":
+        return load_run_config(run, overrides), None
+    from lamella.forecast.describe import shape_of
+    from lamella.forecast.document import check_store, read_plan, run_of
+
+    plan = read_plan(run)
+    config = run_of(plan, run, overrides)
+    check_store(plan, shape_of(config.store), config.store)
+    _check_devices(config, run)
+    return config, plan
+
+
+def _check_devices(config: RunConfig, path: Path) -> None:
+    """Refuse a plan for GPUs that are not here."""
+    names = [entry.device for entry in config.devices] or [config.compute.device]
+    wanted = sum(name.startswith("cuda") for name in names)
+    if not wanted:
+        return
+    import torch
+
+    from lamella.ranks.place import started_by_launcher
+
+    here = torch.cuda.device_count()
+    if here < wanted and not started_by_launcher():
+        raise UserError(
+            f"the plan is for {wanted} CUDA device{'s' * (wanted != 1)}, and here {'is' if here == 1 else 'are'} {here}",
+            fix="run it on the machine it was made for, or make a plan for this one: lamella plan MODEL --machine machine.json",
+            path=path,
+        )
+
+
+def _machine_file(run: Path) -> Path | None:
+    """`machine.json` of the working folder, or beside the run's file."""
+    from lamella.hardware.machines import MACHINE_FILE
+
+    found = (folder / MACHINE_FILE for folder in (Path(), run.parent))
+    return next((path for path in found if path.is_file()), None)
 
 
 def _check_inputs(config: RunConfig) -> None:

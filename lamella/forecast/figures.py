@@ -51,8 +51,14 @@ def _model(shape: ModelShape) -> list[Number]:
             numbers.append(_number(f"model.{what}.{kind}", value, "parameters", formula, **inputs))
         numbers.append(_sum(f"model.{what}.total", "parameters", sums))
     layers = sum(layer.store_bytes for layer in shape.layers)
-    numbers.append(_number("model.checkpoint", shape.checkpoint_bytes, "B", "of the tensors' shapes and dtypes", source=shape.source))
-    numbers.append(_number("model.store", shape.store_bytes, "B", "layers + outer", layers=layers, outer=shape.outer_store_bytes))
+    numbers.append(
+        _number(
+            "model.checkpoint", shape.checkpoint_bytes, "B", "of the tensors' shapes and dtypes", source=shape.source
+        )
+    )
+    numbers.append(
+        _number("model.store", shape.store_bytes, "B", "layers + outer", layers=layers, outer=shape.outer_store_bytes)
+    )
     return numbers
 
 
@@ -82,12 +88,15 @@ def _trained(found: Forecast) -> list[Number]:
     for kind, terms in pairs.items():
         value = sum(n * e * r * (i + o) for (e, r, i, o), n in terms.items())
         formula = " + ".join(
-            f"{n} * {e} * {r} * ({i} + {o})" if e > 1 else f"{n} * {r} * ({i} + {o})" for (e, r, i, o), n in terms.items()
+            f"{n} * {e} * {r} * ({i} + {o})" if e > 1 else f"{n} * {r} * ({i} + {o})"
+            for (e, r, i, o), n in terms.items()
         )
         numbers.append(_number(f"trained.{kind}", value, "parameters", formula))
         total += value
     for what, each in (("file", 4), ("gradients", 4), ("moments", 8), ("state", STATE_BYTES)):
-        numbers.append(_number(f"trained.{what}", each * total, "B", "bytes_each * parameters", bytes_each=each, parameters=total))
+        numbers.append(
+            _number(f"trained.{what}", each * total, "B", "bytes_each * parameters", bytes_each=each, parameters=total)
+        )
     return numbers
 
 
@@ -109,13 +118,20 @@ def _memory(rank: RankForecast) -> list[Number]:
         for part, value in rank.parts.items()
     ]
     numbers.append(_sum(f"{start}.need", "B", rank.parts))
-    numbers.append(_number(f"{start}.have", rank.have, "B", "of the machine, or the budget asked for", device=rank.name))
+    numbers.append(
+        _number(f"{start}.have", rank.have, "B", "of the machine, or the budget asked for", device=rank.name)
+    )
     return numbers
 
 
 def _hosts(found: Forecast) -> Iterable[Number]:
     for host in found.hosts:
-        for what, parts in (("RAM", host.ram), ("page-locked", host.pinned), ("disk", host.disk), ("quantising", host.quantise)):
+        for what, parts in (
+            ("RAM", host.ram),
+            ("page-locked", host.pinned),
+            ("disk", host.disk),
+            ("quantising", host.quantise),
+        ):
             for part, value in parts.items():
                 yield _number(f"host {host.name}.{what}.{part}", value, "B", "see docs/cost-model.md", host=host.name)
             if parts:
@@ -131,7 +147,7 @@ def _time(question: Question, found: Forecast) -> list[Number]:
                formula="sum of the longest chain of pieces of the typical step, played", inputs=dict(chain)),
         _number("step.mean", found.step_s, "s", "the typical step, scaled to a step of mean length",
                 typical=found.played.step_s, tokens=found.step_tokens),
-        _number("step.flops", found.flops, "FLOP", "useful products of the typical step; see docs/cost-model.md", model=question.shape.name),
+        _number("step.flops", found.flops, "FLOP", "useful products of the typical step (docs/cost-model.md)", model=question.shape.name),
         _number("speed", found.tokens_per_s, "tokens/s", "step_tokens / step_s", step_tokens=found.step_tokens, step_s=found.step_s),
         _number("run.steps", found.steps, "steps", "train.steps, or as many as train.epochs passes take",
                 rows=len(question.rows.lengths), epochs=question.train.epochs),
@@ -141,11 +157,21 @@ def _time(question: Question, found: Forecast) -> list[Number]:
     ]  # fmt: skip
     for rank in found.ranks:
         for kind, seconds in rank.seconds.items():
-            causes = {f"{cause} s": value for cause, value in rank.causes.items()} if kind in ("forward", "backward") else {}
+            causes = (
+                {f"{cause} s": value for cause, value in rank.causes.items()} if kind in ("forward", "backward") else {}
+            )
             numbers.append(Number(name=f"time.rank {rank.rank}.{kind}", value=seconds, unit="s",
                                   formula="sum of this rank's pieces of this kind", inputs={**causes, "device": rank.name}))  # fmt: skip
         for what, seconds in rank.wait_s.items():
-            numbers.append(_number(f"time.rank {rank.rank}.wait for {what}", seconds, "s", "gaps in its computing while it waited for this", device=rank.name))
+            numbers.append(
+                _number(
+                    f"time.rank {rank.rank}.wait for {what}",
+                    seconds,
+                    "s",
+                    "gaps in its computing while it waited for this",
+                    device=rank.name,
+                )
+            )
         numbers.append(_number(f"time.rank {rank.rank}.idle", rank.idle, "share", "1 - busy", busy=rank.busy))
     return numbers
 

@@ -16,6 +16,7 @@ from lamella.forecast.outcome import Forecast
 from lamella.forecast.rows import Rows, check_context
 from lamella.forecast.serving import Serving, catalogue_devices, preview, serving_numbers
 from lamella.forecast.shape import ModelShape
+from lamella.forecast.trainable import alternatives, trainable_set
 from lamella.hardware.machine import Machine
 
 Kind = Literal["store", "checkpoint", "config", "hub"]
@@ -30,11 +31,11 @@ class Planned:
     file: PlanFile
 
 
-def question_of(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows) -> Question:
-    """What a run's forecast depends on."""
+def question_of(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows, quantised: bool) -> Question:
+    """What a run's forecast depends on; `quantised`: the shape is a store's."""
     return Question(
         shape=shape, machine=machine, lora=config.lora, train=config.train, memory=config.memory, compute=config.compute,
-        devices=config.devices, split=config.split, checkpoint=config.checkpoint, rows=rows,
+        devices=config.devices, split=config.split, checkpoint=config.checkpoint, rows=rows, quantised=quantised,
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def make_plan(
         UserError: settings that contradict the model, the machine or each other; rows over the model's context.
     """
     check_context(rows, shape.max_tokens, shape.name)
-    question = question_of(shape, machine, config, rows)
+    question = question_of(shape, machine, config, rows, kind == "store")
     found = forecast(question)
     epochs = found.steps / rows.steps_per_epoch(config.train)
     money = money_of(machine, found.run_s / 3600, found.run_tokens, epochs, usd_per_hour)
@@ -62,6 +63,9 @@ def make_plan(
     if explain:
         numbers = numbers_of(question, found) + money_numbers(money, found.run_tokens, epochs)
         numbers += serving_numbers(shape, seen) if seen is not None else []
+    asked = asked_of(config)
+    if kind != "store":
+        asked.pop("store", None)
     notes = dict.fromkeys([*rows.notes, *shape.notes, *machine.notes, *found.notes])
     document = PlanFile(
         made=now(), lamella=__version__, model=planned_model(shape, kind, path), machine=machine,
@@ -69,7 +73,7 @@ def make_plan(
             source=rows.source, how=rows.how, rows=len(rows.lengths), tokens=rows.tokens, label_tokens=rows.label_tokens,
             lengths=rows.percentiles, encoded=rows.encoded, dropped=rows.dropped,
         ),
-        asked=asked_of(config), settled=found.settled, fits=found.fits, figures=figures_of(shape, found), money=money,
+        asked=asked, settled=found.settled, fits=found.fits, figures=figures_of(question, found), money=money,
         serving=seen, numbers=tuple(numbers), notes=tuple(notes),
     )  # fmt: skip
     return Planned(question, found, document)
@@ -82,8 +86,9 @@ def _serving(question: Question, found: Forecast) -> Serving:
     return preview(question.shape, question.machine, catalogue_devices(), length, found.sites)
 
 
-def figures_of(shape: ModelShape, found: Forecast) -> dict[str, Any]:
+def figures_of(question: Question, found: Forecast) -> dict[str, Any]:
     """All figures as values for JSON."""
+    shape = question.shape
     figures: dict[str, Any] = plain(found)
     for name in ("settled", "notes", "sites", "plan"):
         del figures[name]
@@ -95,14 +100,6 @@ def figures_of(shape: ModelShape, found: Forecast) -> dict[str, Any]:
         "outer_store_bytes": shape.outer_store_bytes, "layer_store_bytes": [x.store_bytes for x in shape.layers],
         "source": shape.source, "hidden": shape.hidden, "vocab": shape.vocab, "max_tokens": shape.max_tokens,
     }  # fmt: skip
-    figures["trained"] = trained_by_class(found)
+    figures["trained"] = plain(trainable_set(found.sites))
+    figures["alternatives"] = plain(alternatives(shape, question.lora))
     return figures
-
-
-def trained_by_class(found: Forecast) -> dict[str, int]:
-    """Trained parameters by class of weight, most first."""
-    sums: dict[str, int] = {}
-    for site in found.sites:
-        name = "shared experts" if site.matrix.shared else site.matrix.kind
-        sums[name] = sums.get(name, 0) + site.parameters
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -11,6 +11,7 @@ from lamella.forecast.number import Number
 from lamella.forecast.outcome import Change, Forecast, HostForecast, RankForecast
 from lamella.forecast.serving import Serve, Serving
 from lamella.forecast.shape import ModelShape
+from lamella.forecast.trainable import alternatives, trainable_set
 from lamella.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lamella.forecast.document import PlanFile
+    from lamella.forecast.forecast import Question
 
 _COLUMNS = 4
 """Kinds of ranks that get a column of their own."""
@@ -30,8 +32,7 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
     if not found.fits:
         lines = [f"does not fit on {plan.machine.name}"]
         lines += [f"  {text}" for text in found.shortfall]
-        lines += [f"  smallest change: {change.what}" for change in found.changes]
-        return lines
+        return [*lines, f"  smallest change that would: {changes_of(found)}"]
     held = Counter((_device(rank), format_bytes(rank.need), format_bytes(rank.have)) for rank in found.ranks)
     if len(held) == 1:
         ((name, need, have), count), *_ = held.items()
@@ -47,6 +48,11 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
 def _device(rank: RankForecast) -> str:
     """`H100-80` of `rank 3 (H100-80)`."""
     return rank.name.partition("(")[2].rpartition(")")[0] if rank.name.startswith("rank ") else rank.name
+
+
+def changes_of(found: Forecast) -> str:
+    """The smallest changes that would make it fit."""
+    return "; or ".join(change.what for change in found.changes) or "take a larger machine, or a smaller model"
 
 
 def short(plan: PlanFile, found: Forecast) -> list[str]:
@@ -72,19 +78,22 @@ def _change(change: Change) -> str:
     return change.what if change.times is None else f"{change.what}: {change.times:.3g}x"
 
 
-def whole(plan: PlanFile, shape: ModelShape, found: Forecast) -> Iterable[RenderableType]:
+def whole(plan: PlanFile, question: Question, found: Forecast) -> Iterable[RenderableType]:
     """Everything, for a console of 80 columns or more."""
     from rich.text import Text
 
+    shape = question.shape
     first, *others = verdict(plan, found)
     yield Text(first, style="bold green" if found.fits else "bold red")
     for line in others:
         yield Text(line)
-    yield from _section(f"Model: {plan.model.name} ({plan.model.model_type}, {len(shape.layers)} layers, of {shape.source})")
+    yield from _section(
+        f"Model: {plan.model.name} ({plan.model.model_type}, {len(shape.layers)} layers, of {shape.source})"
+    )
     yield _parameters(shape)
     yield Text(_sizes(shape))
     yield from _section("Trained")
-    yield _trained(found)
+    yield _trained(question, found)
     if found.ranks:
         yield from _section("Memory at the peak")
         yield from _memory(found.ranks)
@@ -143,20 +152,19 @@ def _sizes(shape: ModelShape) -> str:
     return text
 
 
-def _trained(found: Forecast) -> Table:
-    table = _table("class", "pairs", "rank", "parameters", "adapter file", "optimizer and gradients")
-    groups: dict[str, list[int]] = {}
-    for site in found.sites:
-        kind = "shared experts" if site.matrix.shared else site.matrix.kind
-        group = groups.setdefault(kind, [0, site.rank, 0])
-        group[0] += 1
-        group[2] += site.parameters
-    for kind, (pairs, rank, parameters) in sorted(groups.items(), key=lambda item: -item[1][2]):
-        table.add_row(kind, str(pairs), str(rank), format_count(parameters), format_bytes(4 * parameters),
-                      format_bytes(12 * parameters))  # fmt: skip
-    if len(groups) > 1:
-        total = sum(group[2] for group in groups.values())
-        table.add_row("all", str(len(found.sites)), "", format_count(total), format_bytes(4 * total), format_bytes(12 * total))
+def _trained(question: Question, found: Forecast) -> Table:
+    """What is trained, and what else the same rank could train: on experts the difference is a cliff."""
+    table = _table("set", "parameters", "adapter", "gradients", "optimizer")
+    asked = trainable_set(found.sites)
+    for other in [asked, *alternatives(question.shape, question.lora)]:
+        name = (
+            other.name
+            if other.expert_rank is None or "shared" in other.name
+            else f"{other.name} ({other.expert_rank} on experts)"
+        )
+        style = "bold" if other is asked else "" if other.total != asked.total else "dim"
+        cells = (other.adapter_bytes, other.gradient_bytes, other.optimizer_bytes)
+        table.add_row(name, format_count(other.total), *map(format_bytes, cells), style=style)
     return table
 
 
@@ -212,7 +220,9 @@ def _host_lines(host: HostForecast) -> Iterable[str]:
     for what, parts, have in (("RAM", host.ram, host.ram_have), ("page-locked RAM", host.pinned, host.pinned_have),
                               ("disk", host.disk, host.disk_have), ("RAM while quantising", host.quantise, host.ram_have)):  # fmt: skip
         if need := sum(parts.values()):
-            shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda x: -x[1]) if n)
+            shown = ", ".join(
+                f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda x: -x[1]) if n
+            )
             limit = "" if have is None else f" of {format_bytes(have)}"
             yield f"{host.name}: {what}: {format_bytes(need)}{limit}: {shown}"
 
@@ -313,7 +323,8 @@ def explained(numbers: Sequence[Number]) -> Iterable[str]:
         yield f"    = {number.formula}"
         if number.inputs:
             yield "    with " + ", ".join(
-                f"{name} = {value if isinstance(value, str) else _shown(value)}" for name, value in number.inputs.items()
+                f"{name} = {value if isinstance(value, str) else _shown(value)}"
+                for name, value in number.inputs.items()
             )
 
 

@@ -21,6 +21,7 @@ from lamella.errors import UserError
 from lamella.plan.costs import RowCost
 
 if TYPE_CHECKING:
+    from lamella.data.encode import EncodedRow
     from lamella.data.read import RawRow
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -103,6 +104,18 @@ class Rows:
 def micro_batches_of(rows: Sequence[RowCost], train: TrainConfig) -> list[list[RowCost]]:
     """A step's rows as training packs them into micro-batches."""
     return [[rows[i] for i in batch] for batch in pack_lengths([row.tokens for row in rows], train.micro_batch_tokens)]
+
+
+def counted_rows(rows: Sequence[EncodedRow]) -> Rows:
+    """Rows that training has encoded."""
+    names = dict.fromkeys(row.source[0].name for row in rows)
+    return Rows(
+        tuple(row.tokens for row in rows),
+        tuple(row.label_tokens for row in rows),
+        ", ".join(names),
+        "counted",
+        len(rows),
+    )
 
 
 def given_rows(count: int, tokens: int, max_tokens: int) -> Rows:

@@ -36,6 +36,7 @@ from lamella.store.reader import Store
 from lamella.train.asked import rounded
 from lamella.train.limits import check_rows
 from lamella.train.parts import Base, Parts, StepRows
+from lamella.train.planned import plan_for_run
 from lamella.train.spread import SplitRows
 from lamella.train.state import check_validation
 from lamella.units import format_bytes, parse_bytes
@@ -473,4 +474,5 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         aux_coef=aux_coef,
         pages=adapter.pages,
         spread=spreads if ranks.world > 1 else None,
+        forecast=lambda machine: plan_for_run(config, rows.dataset.rows, engine, ranks.world, machine),
     )

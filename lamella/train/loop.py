@@ -153,9 +153,7 @@ def _begin(folder: RunFolder, mode: Mode) -> Beginning:
     return beginning
 
 
-def _start(
-    folder: RunFolder, beginning: Beginning, parts: Parts, plan: PlanFile | None, machine: Path | None
-) -> None:
+def _start(folder: RunFolder, beginning: Beginning, parts: Parts, plan: PlanFile | None, machine: Path | None) -> None:
     if plan is None and parts.forecast is not None:
         plan = parts.forecast(machine)
     folder.start(beginning)

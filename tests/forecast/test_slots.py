@@ -84,7 +84,9 @@ def test_a_stage_of_some_layers(store, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("on_device", "in_host", "first_trained"), [(0, 0, 0), (0, 6, 0), (1, 2, 0), (3, 3, 2), (1, 1, 4)])
+@pytest.mark.parametrize(
+    ("on_device", "in_host", "first_trained"), [(0, 0, 0), (0, 6, 0), (1, 2, 0), (3, 3, 2), (1, 1, 4)]
+)
 def test_on_a_device(store, order, on_device, in_host, first_trained):
     size = max(store.group_bytes(i) for i in range(LAYERS))
     weights = open_weights(store)
