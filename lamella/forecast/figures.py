@@ -82,7 +82,7 @@ def _trained(found: Forecast) -> list[Number]:
     pairs: dict[str, Counter[tuple[int, int, int, int]]] = {}
     for site in found.sites:
         m = site.matrix
-        kind = "shared_experts" if m.shared else m.kind
+        kind: str = "shared_experts" if m.shared else m.kind
         pairs.setdefault(kind, Counter())[m.experts, site.rank, m.inputs, m.outputs] += 1
     numbers, total = [], 0
     for kind, terms in pairs.items():

@@ -234,15 +234,15 @@ def _time(found: Forecast) -> Iterable[RenderableType]:
     yield Text("longest chain: " + ", ".join(f"{part.share:.0%} {part.what}" for part in found.played.bottleneck[:5]))
     table = _table("rank", "busy", "idle", "most time goes to", left=1)
     table.columns[3].justify = "left"
-    for rank in found.ranks[:_SHOWN]:
-        spent = Counter(rank.causes)
-        spent.update({kind: s for kind, s in rank.seconds.items() if kind not in ("forward", "backward")})
-        spent.update({f"waiting for {what}": s for what, s in rank.wait_s.items()})
-        shown = ", ".join(f"{what} {format_seconds(s)}" for what, s in spent.most_common(4) if s > 0)
-        table.add_row(rank.name, f"{rank.busy:.0%}", f"{rank.idle:.0%}", shown)
+    alike: dict[tuple[str, str, str, str], list[RankForecast]] = {}
+    for rank in found.ranks:
+        cells = (_device(rank), f"{rank.busy:.0%}", f"{rank.idle:.0%}", _spent(rank))
+        alike.setdefault(cells, []).append(rank)
+    for (_, busy, idle, spent), ranks in list(alike.items())[:_SHOWN]:
+        table.add_row(_title(ranks), busy, idle, spent)
     yield table
-    if len(found.ranks) > _SHOWN:
-        yield Text(f"and {len(found.ranks) - _SHOWN} more")
+    if len(alike) > _SHOWN:
+        yield Text(f"and {len(alike) - _SHOWN} more")
     used = [(name, use) for name, use in found.played.links.items() if use.nbytes]
     if used:
         table = _table("link", "a step", "busy")
@@ -251,10 +251,20 @@ def _time(found: Forecast) -> Iterable[RenderableType]:
         yield table
 
 
+def _spent(rank: RankForecast) -> str:
+    spent = Counter(rank.causes)
+    spent.update({kind: s for kind, s in rank.seconds.items() if kind not in ("forward", "backward")})
+    spent.update({f"waiting for {what}": s for what, s in rank.wait_s.items()})
+    return ", ".join(f"{what} {format_seconds(s)}" for what, s in spent.most_common(4) if s > 0)
+
+
 def _run_lines(plan: PlanFile, found: Forecast) -> Iterable[str]:
     rows = plan.rows
     lengths = ", ".join(f"{name} {value:,}" for name, value in rows.lengths.items())
-    yield f"{rows.source}: {rows.rows:,} rows, {format_count(rows.tokens)} tokens ({lengths}), {rows.label_tokens / rows.tokens:.0%} labels"
+    if len(set(rows.lengths.values())) == 1:
+        lengths = f"{rows.lengths['max']:,} each"
+    labels = f"{rows.label_tokens / rows.tokens:.0%} labels"
+    yield f"{rows.source}: {rows.rows:,} rows, {format_count(rows.tokens)} tokens ({lengths}), {labels}"
     if found.played is None:
         return
     yield (

@@ -134,7 +134,7 @@ def given_rows(count: int, tokens: int, max_tokens: int) -> Rows:
             fix=f"give data.max_tokens={tokens}, or shorter rows",
         )
     return Rows(
-        (tokens,) * count, (tokens - 1,) * count, f"{count} rows of {tokens} tokens, as given", "given",
+        (tokens,) * count, (tokens - 1,) * count, "rows as given", "given",
         notes=("every token but a row's first is taken to be a label, the most there can be",),
     )  # fmt: skip
 

@@ -20,7 +20,11 @@ def document_of(question, found, price=None, **changes):
     rows = question.rows
     serving = preview(question.shape, question.machine, catalogue_devices(), 4096, found.sites)
     money = money_of(question.machine, found.run_s / 3600, found.run_tokens, 1.0, price)
-    figures = [*numbers_of(question, found), *money_numbers(money, found.run_tokens, 1.0), *serving_numbers(question.shape, serving)]
+    figures = [
+        *numbers_of(question, found),
+        *money_numbers(money, found.run_tokens, 1.0),
+        *serving_numbers(question.shape, serving),
+    ]
     made = PlanFile(
         made=now(), lamella="0", model=planned_model(question.shape, "config", None), machine=question.machine,
         rows=PlannedRows(source=rows.source, how=rows.how, rows=len(rows.lengths), tokens=rows.tokens,
@@ -91,7 +95,9 @@ def test_the_short_form():
     assert 4 <= len(lines) <= 8 and lines[0].startswith("plan: fits: ")
     assert any("450 steps" in line or f"{found.steps} steps" in line for line in lines)
     rough = document_of(question, found)
-    rough = rough.model_copy(update={"machine": rough.machine.model_copy(update={"notes": ("rough: run `lamella probe`",)})})
+    rough = rough.model_copy(
+        update={"machine": rough.machine.model_copy(update={"notes": ("rough: run `lamella probe`",)})}
+    )
     assert "lamella probe" in short(rough, found)[-1]
 
 
