@@ -18,6 +18,7 @@ from torch import Tensor
 from lamella.adapter import Adapter
 from lamella.engine.device import Copier, HostArena
 from lamella.models.pieces import Cut
+from lamella.trace.recorder import RECORDER
 
 Key = tuple[int, int]
 """Layer and number of the micro-batch."""
@@ -126,7 +127,8 @@ class Boundaries:
         self.here_bytes -= tensor.nbytes
         self.spilled_bytes += tensor.nbytes
         arena = self._pool.take(tensor.nbytes)
-        sent = self._out.copy(arena.bytes, tensor.view(-1).view(torch.uint8), self._out.mark())
+        with RECORDER.span("wait_host", f"spill {key[0]}", tensor.nbytes, lane="spill"):
+            sent = self._out.copy(arena.bytes, tensor.view(-1).view(torch.uint8), self._out.mark())
         spilled = _Spilled(arena, tensor.shape, tensor.dtype, sent, tensor)
         self._spilled[key] = spilled
         self._leaving.append(spilled)
@@ -141,7 +143,8 @@ class Boundaries:
         # Behind everything computed so far, whose memory this may be, and behind the copy that sent the bytes away.
         self._out.wait(spilled.sent)
         target = torch.empty(spilled.shape, dtype=spilled.dtype, device=device)
-        arrived = self._in.copy(target.view(-1).view(torch.uint8), spilled.arena.bytes, self._in.mark())
+        with RECORDER.span("wait_host", f"fetch {layer}", target.nbytes, lane="fetch"):
+            arrived = self._in.copy(target.view(-1).view(torch.uint8), spilled.arena.bytes, self._in.mark())
         self._fetched[layer, item] = _Fetched(target, arrived, spilled.arena)
 
     def get(self, layer: int, item: int, device: torch.device) -> Tensor:
@@ -200,7 +203,7 @@ class GradientSums:
         else:
             self._sums[name] = grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
-    def layer_done(self) -> None:
+    def layer_done(self, layer: int) -> None:
         """Start sending the sums of the layer that is finished."""
         if self._copier is None:
             return
@@ -208,13 +211,15 @@ class GradientSums:
             self._copier.wait(mark)
         self._leaving.clear()
         after = self._copier.mark() if self._sums else None
-        for name, total in self._sums.items():
-            if name not in self._arenas or self._arenas[name].bytes.numel() != total.nbytes:
-                self._arenas[name] = HostArena(total.nbytes, self._pin)
-            host = self._arenas[name].bytes
-            mark = self._copier.copy(host, total.view(-1).view(torch.uint8), after)
-            self._sent.append((name, host.view(torch.float32).view(total.shape), mark))
-            self._leaving.append((total, mark))
+        nbytes = sum(total.nbytes for total in self._sums.values())
+        with RECORDER.span("wait_host", f"gradients {layer}", nbytes, lane="gradients"):
+            for name, total in self._sums.items():
+                if name not in self._arenas or self._arenas[name].bytes.numel() != total.nbytes:
+                    self._arenas[name] = HostArena(total.nbytes, self._pin)
+                host = self._arenas[name].bytes
+                mark = self._copier.copy(host, total.view(-1).view(torch.uint8), after)
+                self._sent.append((name, host.view(torch.float32).view(total.shape), mark))
+                self._leaving.append((total, mark))
         self._sums.clear()
 
     def step_done(self, adapter: Adapter) -> None:

@@ -22,7 +22,7 @@ from lamella.engine.walk import Walk
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.hardware.allocator import is_tuned
-from lamella.hardware.matmul import MatmulRate, matmul_rate
+from lamella.hardware.matmul import MatmulRate, matmul_rate, native_dtype
 from lamella.hardware.memory import memory_limit_bytes
 from lamella.kernels import backend, cuda_backend, rows
 from lamella.models import attention, experts
@@ -51,11 +51,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         UserError: fp16 on a CPU (its range is too small to train in without loss scaling, and it is slow there).
     """
     if name == "auto":
-        if device.type == "cpu":
-            capabilities = torch.backends.cpu.get_cpu_capability()
-            native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-            return torch.bfloat16 if native and capabilities.startswith("AVX512") else torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return native_dtype(device)
     if name == "fp16" and device.type == "cpu":
         raise UserError("compute.dtype is fp16 on a CPU", fix="use bf16 or fp32 there")
     return DTYPES[name]

@@ -207,11 +207,12 @@ class StepRun:
         return self.beside_base and task.number == 0
 
     def _enter(self, task: Task) -> _Passing:
-        item = self.walk.enter(task.batch, self.step_index)
-        item.number = task.number
-        passing = _Passing(task, item)
-        if self._is_bare(task):
-            passing.bare = self.walk.enter(task.batch, None)
+        with RECORDER.span("compute", "embed"):
+            item = self.walk.enter(task.batch, self.step_index)
+            item.number = task.number
+            passing = _Passing(task, item)
+            if self._is_bare(task):
+                passing.bare = self.walk.enter(task.batch, None)
         if task.source is not None:
             filled = item.batch.tokens
             item.hidden = self.transfers.take(task, task.source, FORWARD_TAG, filled)
@@ -300,7 +301,7 @@ class StepRun:
                     p.gradient = walk.backward_one(
                         p.item, i, p.gradient, self.routing, self.aux_coef, i > self.first_trained
                     )
-                walk.gradients.layer_done()
+                walk.gradients.layer_done(i)
                 if not self.keep or not self.backs_left:  # kept graphs of other groups need the leaves
                     walk.unhang(i)
                 walk.pace.stretch(walk.pace.clock() - begin_s)

@@ -277,11 +277,14 @@ class _Builder:
             for state in states:
                 state.bind(i)
                 state.backward(i, group, mine)
-            again = SUMS_FORWARD if states[0].own.recompute else 0
-            self._sum(team, mine, self._sums(i, SUMS_BACK + again), i, group)
+            sums = self._sums(i, SUMS_BACK) - (i == self.first_trained)
+            if states[0].own.recompute:
+                sums += self._sums(i, SUMS_FORWARD)
+            self._sum(team, mine, sums, i, group)
 
     def _sums(self, layer: int, each: int) -> int:
-        """All-reduces of a layer in one pass: half of them where it has no attention."""
+        """All-reduces of a layer in one pass: half of them where it has no attention. (At the first trained layer's input no
+        gradient is needed.)"""
         return each if self.shape.layers[layer].core is not None else each // 2
 
     def _sum(self, team: Sequence[int], mine: Sequence[int], count: int, layer: int | None, group: int) -> None:

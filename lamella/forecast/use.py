@@ -1,8 +1,21 @@
-"""What a layer's work takes in memory beyond its input, in closed form by kind of layer and tokens."""
+"""What a layer's work takes in memory beyond its input, in closed form by kind of layer and tokens.
+
+Nothing is fitted: the work is played on paper (`tape.py`), tensor by tensor, as the modules in `lamella/models` make,
+keep and free them. `tests/forecast/test_use.py` holds it to a ledger around the real ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lamella.forecast import blocks
+from lamella.forecast.blocks import LayerParts, Ways
+from lamella.forecast.shape import LayerShape, ModelShape, Site
+from lamella.forecast.tape import Tape
+
+LOGITS_BYTES, HEAD_ROWS, PAD_TOKENS = 64 << 20, 256, 32
+"""As in `engine.walk`."""
 
 
 @dataclass(frozen=True)
@@ -21,3 +34,66 @@ class Use:
     graph_peak: float
     backward: float
     shapes: int = 0
+
+
+def layer_use(
+    shape: ModelShape, layer: int, sites: Sequence[Site], lengths: Sequence[int], dtype_bytes: int, device_kind: str,
+    *, dropout: bool = False, threads: int = 1, fused: bool = True,
+) -> Use:  # fmt: skip
+    """Of one layer on one micro-batch.
+
+    Args:
+        sites: LoRA pairs (of any layers).
+        lengths: of the micro-batch's sequences, filling included.
+        device_kind: "cpu" or "cuda".
+        dropout: of the pairs' inputs.
+        threads: of a CPU.
+        fused: the CPU has the instructions that the fused kernels need.
+    """
+    ways = Ways.of(device_kind, dtype_bytes, fused, dropout, threads)
+    parts = blocks.parts_of(shape, layer, sites, ways)
+    tokens = sum(lengths)
+    t = Tape(dtype_bytes, keeps=False)
+    parts.forward(t, tokens, lengths)
+    t_kept = Tape(dtype_bytes, keeps=True)
+    saved = parts.forward(t_kept, tokens, lengths)
+    graph, graph_peak = t_kept.live, t_kept.peak
+    t_kept.mark()
+    parts.backward(t_kept, tokens, lengths, saved)
+    counted = device_kind == "cpu" and dtype_bytes == 2
+    return Use(t.peak, graph, graph_peak, t_kept.peak, len(t_kept.products) if counted else 0)
+
+
+def is_estimate(shape: LayerShape) -> bool:
+    """Whether the layer is of a kind that is only bounded from above: none of the known attention and MLP forms."""
+    return not blocks.is_known(shape)
+
+
+def head_rows(shape: ModelShape, dtype_bytes: int, device_kind: str, plain: bool = True) -> int:
+    """Positions whose logits are alive at once."""
+    per_logit, most = (dtype_bytes, HEAD_ROWS) if plain and device_kind == "cpu" else (4, 1 << 30)
+    rows = max(16, min(most, LOGITS_BYTES // (per_logit * shape.vocab)))
+    multiple = PAD_TOKENS if device_kind == "cpu" and dtype_bytes == 2 else 1
+    return rows // multiple * multiple or rows
+
+
+def head_use(
+    shape: ModelShape, positions: int, dtype_bytes: int, device_kind: str, *, fused: bool = True
+) -> tuple[int, float]:
+    """Positions of a chunk of the head, and the bytes that its loss and gradient take.
+
+    Args:
+        positions: label positions of the micro-batch.
+    """
+    plain = fused and device_kind == "cpu"
+    rows = max(1, min(head_rows(shape, dtype_bytes, device_kind, plain), positions))
+    states = rows * shape.hidden
+    if plain:
+        multiple = PAD_TOKENS if dtype_bytes == 2 else 1
+        filled = -(-rows // multiple) * multiple
+        values = filled * shape.vocab + 4 * filled * shape.hidden + states
+        return rows, float(dtype_bytes * values + 20 * rows)
+    if device_kind == "cuda":
+        return rows, blocks.vocabulary_loss(rows, shape.hidden, shape.vocab, dtype_bytes)
+    logits = rows * shape.vocab
+    return rows, float(logits * (dtype_bytes + 4 * 3) + dtype_bytes * 4 * states + 3 * 4 * states)

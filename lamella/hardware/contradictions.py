@@ -113,8 +113,10 @@ def _links(machine: Machine) -> Iterator[str]:
     for measured in machine.collectives:
         if measured.seconds <= 0 or measured.nbytes <= 0:
             yield f"collective of devices {measured.devices}: {measured.nbytes} bytes in {measured.seconds:g} s"
-        if len(set(measured.devices)) != len(measured.devices) or any(not 0 <= d < count for d in measured.devices):
-            yield f"collective of devices {measured.devices}: devices are 0 to {count - 1}, each once"
+        cpus = {d for d, device in enumerate(machine.devices) if device.kind == "cpu"}
+        gpus = [d for d in measured.devices if d not in cpus]
+        if len(set(gpus)) != len(gpus) or any(not 0 <= d < count for d in measured.devices):
+            yield f"collective of devices {measured.devices}: devices are 0 to {count - 1}, each GPU once"
 
 
 def _ends(link: HostLink | PeerLink) -> tuple[str, tuple[int, ...], object]:

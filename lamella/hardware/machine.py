@@ -14,10 +14,26 @@ from lamella.config import Section
 
 FORMAT_VERSION = 1
 
+ProductForm = Literal["forward", "backward", "narrow", "widen", "narrow_back", "widen_back", "gradient"]
+RowKind = Literal["norm", "norm_back", "rotate", "rotate_back", "gated", "gated_back", "add", "copy", "cast", "accumulate",
+                  "peak", "loss", "router", "router_back", "balance", "spread"]  # fmt: skip
+
 
 class MatmulPoint(Section):
-    """One measured product of [rows, inner] and [inner, columns]."""
+    """One measured product of [rows, inner] and [inner, columns] in bf16 (2 rows inner columns FLOPs).
 
+    `form` says how the second matrix lies in memory, and so which product of a step it is:
+
+        forward     x W^T, W [columns, inner]: a linear layer
+        backward    dy W, W [inner, columns]: its input's gradient
+        narrow      x A^T, A [columns, inner] with few columns: LoRA's first product
+        widen       xa B^T, B [columns, inner] with a small inner size: LoRA's second
+        narrow_back dy B, B [inner, columns]: gradient between LoRA's two
+        widen_back  dxa A, A [inner, columns]: LoRA's part of the input's gradient
+        gradient    dxa^T x, rows = rank, inner = tokens: gradient of A or B
+    """
+
+    form: ProductForm = "forward"
     rows: int
     inner: int
     columns: int
@@ -47,6 +63,26 @@ class AttentionPoint(Section):
     backward_flops_per_s: float
 
 
+class RowPoint(Section):
+    """One measured pass over `values` numbers, by what it is for.
+
+    norm, norm_back      RMS norm of rows: values of the input
+    rotate, rotate_back  norm and rotary positions of heads: values of all heads
+    gated, gated_back    act(gate) * up, and backward with the product again: values of the output
+    add, copy            residual sum; a copy
+    cast, accumulate     fp32 masters to bf16; bf16 gradients added to fp32 ones
+    peak                 largest |value|
+    loss                 cross-entropy of bf16 logits and its gradient
+    router, router_back  softmax and choice of experts, and backward: tokens x experts
+    balance              the step's counts of choices: tokens x experts
+    spread               routing weights and sum of a token's experts: rows x hidden
+    """
+
+    kind: RowKind
+    values: int
+    seconds: float
+
+
 class KernelRates(Section):
     """What a step's time is made of, measured at real shapes with the threads that training uses."""
 
@@ -54,8 +90,9 @@ class KernelRates(Section):
     matmul: tuple[MatmulPoint, ...]
     experts: tuple[ExpertPoint, ...] = ()
     attention: tuple[AttentionPoint, ...] = ()
+    rows: tuple[RowPoint, ...] = ()
     row_bytes_per_s: float
-    """Norms, rotary, activations and sums: bytes read and written."""
+    """Norms, rotary, activations and sums where `rows` has no figure: bytes read and written."""
     call_s: float
     """Fixed cost of one operation (dispatch, autograd), whatever its size."""
     update_parameters_per_s: float
@@ -124,12 +161,14 @@ class PeerLink(Section):
 
 
 class Collective(Section):
-    """A measured all-reduce over devices."""
+    """A measured exchange of tensors of `nbytes` among ranks: one rank a device; several on a CPU have its number each."""
 
     devices: tuple[int, ...]
     nbytes: int
     seconds: float
     backend: str
+    op: Literal["all_reduce", "send"] = "all_reduce"
+    """`send`: from the first device to the second."""
 
 
 class Disk(Section):

@@ -73,18 +73,19 @@ class Group:
         self._all, self._group = ranks, group
         self._name = f"of ranks {', '.join(map(str, members))}"
 
-    def all_reduce_(self, tensor: Tensor) -> None:
-        """Sum over the group, in place."""
+    def all_reduce_(self, tensor: Tensor, what: str = "") -> None:
+        """Sum over the group, in place. `what`: how the trace calls it."""
         if self._is_alone():
             return
-        self._all.call(f"sum {self._name}", lambda: dist.all_reduce(tensor, group=self._group), "reduce", tensor.nbytes)
+        name = what or f"sum {self._name}"
+        self._all.call(name, lambda: dist.all_reduce(tensor, group=self._group), "reduce", tensor.nbytes)
 
     def sum_tensors_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each of the tensors over the group, in place, in one flat fp32 buffer. Shapes are the same on all ranks."""
         if self._is_alone() or not tensors:
             return
         flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
-        self.all_reduce_(flat)
+        self.all_reduce_(flat, "sum of gradients")
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.detach().copy_(part.view_as(tensor))
 

@@ -76,12 +76,12 @@ def test_gradients_are_summed_and_sent(made):
         for step in range(2):
             for value in (1.0, 2.0):
                 sums.add(adapter, name, torch.full(shape[::-1], value, dtype=torch.bfloat16).T)
-            sums.layer_done()
+            sums.layer_done(0)
             sums.step_done(adapter)
             assert torch.equal(master.grad, torch.full(shape, 3.0 * (step + 1)))
         if copier is not None:
             sums.add(adapter, name, torch.ones(shape))
-            sums.layer_done()
+            sums.layer_done(0)
             sums.clear()
             sums.step_done(adapter)
             assert torch.equal(master.grad, torch.full(shape, 6.0))

@@ -214,7 +214,7 @@ def test_a_broken_machine_json_is_refused(text, told, tmp_path):
         ),
         (
             lambda m: m["collectives"].append({"devices": [0, 3], "nbytes": 8, "seconds": 1e-3, "backend": "gloo"}),
-            "devices are 0 to 0, each once",
+            "devices are 0 to 0, each GPU once",
         ),
         (lambda m: m.update(network_latency_s=-1.0), "latency is -1 s"),
     ],

@@ -117,7 +117,7 @@ def test_the_real_engine_in_one_process(tmp_path, stores, real_config, capsys):
     trace, lines, receipt = read(tmp_path / "run")
     for step in (1, 2, 3):
         computed = [e["name"] for e in slices(trace, "compute") if e["args"]["step"] == step]
-        layers = [f"compute forward {i}" for i in range(4)] + ["compute head"]
+        layers = ["compute embed", *(f"compute forward {i}" for i in range(4)), "compute head"]
         assert computed == layers + [f"compute backward {i}" for i in reversed(range(4))]
         assert len([e for e in slices(trace, "dequantise") if e["args"]["step"] == step]) == 7 - (
             step > 1
@@ -157,7 +157,7 @@ def test_stages_with_an_arrow_for_every_transfer(tmp_path, real_config):
     clock = trace["otherData"]["clock"]
     assert clock["received_before_sent_s"] <= sum(clock["error_s"])
     layers = [{e["name"].split()[-1] for e in slices(trace, "compute", rank)} for rank in (0, 1)]
-    assert layers == [{"0", "1", "2"}, {"3", "head"}]
+    assert layers == [{"embed", "0", "1", "2"}, {"embed", "3", "head"}]
     for line in lines:
         check_shares(line)
         assert all(d["bytes"][f"rank {1 - d['rank']}"] > 0 for d in line["devices"])

@@ -1,0 +1,267 @@
+"""This package's own kernels as work to be timed: experts on packed weights, attention, and the row-wise parts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamella.hardware.machine import AttentionPoint, ExpertPoint, RowKind
+from lamella.kernels import attention, experts, rows
+from lamella.probe.pool import Pool
+from lamella.probe.timing import Piece
+
+BLOCK = 64
+HEADS, KV_HEADS = 8, 4
+TOKENS = 2048
+"""Of a batch of sequences in attention: short sequences come several at once."""
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertGrid:
+    """Shapes measured: rows per expert, hidden and inner sizes, LoRA ranks (0: none), with so many experts."""
+
+    rows: tuple[int, ...]
+    hidden: tuple[int, ...]
+    inner: tuple[int, ...]
+    ranks: tuple[int, ...]
+    experts: int
+
+
+EXPERTS = ExpertGrid((1, 8, 32, 128, 512), (512, 2048), (192, 768), (0, 1, 16, 64), 8)
+EXPERTS_QUICK = ExpertGrid((8, 128), (512, 2048), (192, 768), (0, 16), 4)
+
+
+def packed_experts(count: int, hidden: int, inner: int) -> experts.PackedExperts:
+    """Random NF4 experts with double-quantised scales, as a layer's packed bytes hold them."""
+    numel = hidden * inner
+    blocks = numel // BLOCK
+    parts = [
+        torch.randint(0, 256, (count * 3 * numel // 2,), dtype=torch.uint8),
+        torch.randint(0, 256, (count * 3 * blocks,), dtype=torch.uint8),
+        torch.linspace(-0.01, 0.01, 256).view(torch.uint8),
+        torch.ones(-(-count * 3 * blocks // 256)).view(torch.uint8),
+        torch.tensor([0.03]).view(torch.uint8),
+    ]
+    at = [0]
+    for part in parts:
+        at.append(at[-1] + -(-part.numel() // 64) * 64)
+    buffer = torch.zeros(at[-1], dtype=torch.uint8)
+    for start, part in zip(at, parts, strict=False):
+        buffer[start : start + part.numel()] = part
+    table = [
+        [m * numel // 2, -1, at[1], at[2], at[3], at[4], m * blocks]
+        for m in range(3 * count)
+    ]  # fmt: skip
+    return experts.PackedExperts(buffer, torch.tensor(table).view(count, 3, experts.PARTS), hidden, inner)
+
+
+@dataclass(frozen=True)
+class ExpertRun:
+    """Experts with so many rows each, and LoRA of this rank on all; forward, or backward with the input's gradient."""
+
+    rows_each: int
+    experts: int
+    hidden: int
+    inner: int
+    rank: int
+    backward: bool
+
+
+def expert_pieces(grid: ExpertGrid, pool: Pool) -> list[Piece[ExpertRun]]:
+    """Forward (keeping what backward needs) and backward of every shape; none where the kernels cannot run."""
+    if experts.route() is None:
+        return []
+    pieces = []
+    for hidden in grid.hidden:
+        for inner in grid.inner:
+            packed = packed_experts(grid.experts, hidden, inner)
+            for rank in grid.ranks:
+                for rows_each in grid.rows:
+                    pieces += _expert_pair(packed, rows_each, rank, pool)
+    return pieces
+
+
+def _expert_pair(packed: experts.PackedExperts, rows_each: int, rank: int, pool: Pool) -> list[Piece[ExpertRun]]:
+    count, hidden, inner = packed.table.shape[0], packed.hidden, packed.inner
+    tokens = rows_each * count
+    one = two = xa1 = xa2 = None
+    if rank:
+        one = experts.Lora(pool.tensor("a1", count, rank, hidden), pool.tensor("b1", count, 2 * inner, rank), 2.0)
+        two = experts.Lora(pool.tensor("a2", count, rank, inner), pool.tensor("b2", count, hidden, rank), 2.0)
+        xa1, xa2 = pool.tensor("xa1", tokens, rank), pool.tensor("xa2", tokens, rank)
+    x_TH, y_SH, dx_SH = (pool.tensor(use, tokens, hidden) for use in ("a", "out", "b"))
+    saved = experts.Saved(pool.tensor("gate", tokens, inner), pool.tensor("up", tokens, inner), xa1, xa2)
+    index_T1 = (torch.arange(tokens) % count).view(-1, 1)  # one expert a token
+    routing = experts.sort_by_expert(index_T1, torch.ones(tokens, 1), count)
+    key = (rows_each, count, hidden, inner, rank)
+    return [
+        Piece(ExpertRun(*key, backward=False), lambda: experts.forward(packed, x_TH, routing, y_SH, one, two, True)),
+        Piece(ExpertRun(*key, backward=True),
+              lambda: experts.backward(packed, x_TH, routing, saved, y_SH, one, two, dx_SH)),
+    ]  # fmt: skip
+
+
+def expert_points(seconds: dict[ExpertRun, float]) -> list[ExpertPoint]:
+    """Forward and backward of one shape together; FLOPs of the three products, LoRA's not counted."""
+    points = []
+    for run, forward_s in seconds.items():
+        if run.backward:
+            continue
+        back = ExpertRun(run.rows_each, run.experts, run.hidden, run.inner, run.rank, backward=True)
+        tokens = run.rows_each * run.experts
+        flops = 6.0 * tokens * run.hidden * run.inner
+        points.append(ExpertPoint(rows=tokens, experts=run.experts, hidden=run.hidden, inner=run.inner, rank=run.rank,
+                                  forward_flops_per_s=flops / forward_s, backward_flops_per_s=flops / seconds[back]))  # fmt: skip
+    return points
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """Causal attention of `count` sequences of one length, `HEADS` heads on `KV_HEADS`."""
+
+    length: int
+    count: int
+    head_dim: int
+    backward: bool
+
+
+def _segments(length: int, count: int) -> attention.Segments:
+    starts = torch.arange(count + 1) * length
+    return attention.Segments.of(
+        torch.repeat_interleave(starts[1:], length), torch.arange(length).repeat(count), starts
+    )
+
+
+def attention_pieces(lengths: Sequence[int], sizes: Sequence[int], pool: Pool) -> list[Piece[AttentionRun]]:
+    """Forward and backward of every length and head size; none where the kernels cannot run."""
+    if attention.implementation() == "torch":
+        return []
+
+    def pair(length: int, size: int) -> list[Piece[AttentionRun]]:
+        count = max(1, TOKENS // length)
+        tokens, scale, segments = count * length, size**-0.5, _segments(length, count)
+        q = pool.tensor("a", tokens, HEADS, size).transpose(0, 1)
+        k, v = (pool.tensor(use, tokens, KV_HEADS, size).transpose(0, 1) for use in ("gate", "up"))
+        grad = pool.tensor("b", tokens, HEADS, size)
+        out, lse = attention.forward(q, k, v, segments, scale)
+        return [
+            Piece(AttentionRun(length, count, size, False), lambda: attention.forward(q, k, v, segments, scale)),
+            Piece(AttentionRun(length, count, size, True),
+                  lambda: attention.backward(grad, q, k, v, out, lse, segments, scale)),
+        ]  # fmt: skip
+
+    return [piece for size in sizes for length in lengths for piece in pair(length, size)]
+
+
+def attention_points(seconds: dict[AttentionRun, float]) -> list[AttentionPoint]:
+    """Forward and backward of one shape together; FLOPs of visible pairs."""
+    points = []
+    for run, forward_s in seconds.items():
+        if not run.backward:
+            backward_s = seconds[AttentionRun(run.length, run.count, run.head_dim, True)]
+            flops = 4.0 * run.head_dim * HEADS * run.count * run.length * (run.length + 1) / 2
+            points.append(AttentionPoint(length=run.length, heads=HEADS, head_dim=run.head_dim,
+                                         forward_flops_per_s=flops / forward_s,
+                                         backward_flops_per_s=2 * flops / backward_s))  # fmt: skip
+    return points
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+WIDTH, HEAD = 1024, 128
+CHOICES, ROUTES = 64, 4
+"""Experts to choose from, and of them a token takes, where routing is measured."""
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """A pass over so many values."""
+
+    kind: RowKind
+    values: int
+
+
+def _routed(logits_TE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    """As families' routers do it."""
+    probability_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    value_TK, index_TK = torch.topk(probability_TE, per_token, dim=-1)
+    return (value_TK / value_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), index_TK
+
+
+def _balance(logits_TE: Tensor, per_token: int) -> Tensor:
+    """As `engine.step.Routing` does it."""
+    probability_TE = torch.softmax(logits_TE.float(), dim=-1)
+    chosen = probability_TE.topk(per_token, dim=-1).indices.flatten()
+    count_E = torch.zeros(logits_TE.shape[1], dtype=torch.float64)
+    count_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+    return count_E + probability_TE.double().sum(0)
+
+
+def _passes(values: int, pool: Pool) -> list[Piece[RowRun]]:
+    n = values // WIDTH
+    x, y, grad = (pool.tensor(use, n, WIDTH) for use in ("a", "out", "b"))
+    gain, gain_D = pool.tensor("gain", WIDTH), pool.tensor("gain", HEAD)
+    _, rstd = rows.rms_norm(x, gain, 1e-6)
+    tokens = values // (8 * HEAD)
+    q, dq, out = (pool.tensor(use, tokens, 8, HEAD) for use in ("a", "b", "out"))
+    cos, sin = (pool.tensor(use, tokens, HEAD) for use in ("gate", "up"))
+    both = pool.tensor("both", n, 2 * WIDTH)
+    gate, up = both[:, :WIDTH], both[:, WIDTH:]
+    master = torch.zeros(values)
+    vocabulary = 32 * WIDTH
+    logits = pool.tensor("out", max(values // vocabulary, 1), vocabulary)
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    passes: dict[RowKind, Callable[[], object]] = {
+        "norm": lambda: rows.rms_norm(x, gain, 1e-6),
+        "norm_back": lambda: rows.rms_norm_backward(grad, x, gain, rstd),
+        "rotate": lambda: rows.rotate(q, cos, sin, out, gain_D, 1e-6),
+        "rotate_back": lambda: rows.rotate_backward(dq, cos, sin, out, q, gain_D, 1e-6),
+        "gated": lambda: rows.gated(gate, up, "silu"),
+        "gated_back": lambda: rows.gated_backward_(grad, gate, up, "silu", product=True),
+        "add": lambda: x + y,
+        "copy": lambda: y.copy_(x),
+        "cast": lambda: master.to(torch.bfloat16),
+        "accumulate": lambda: master.add_(x.view(-1)),
+        "peak": lambda: rows.peak(x),
+        "loss": lambda: rows.cross_entropy_(logits, targets, 1e-3),
+    }
+    return [Piece(RowRun(kind, logits.numel() if kind == "loss" else values), once) for kind, once in passes.items()]
+
+
+def _routing(tokens: int, pool: Pool) -> list[Piece[RowRun]]:
+    logits_TE = pool.tensor("logits", tokens, CHOICES)
+    leaf = logits_TE.clone().requires_grad_()
+    weight_TK, index_TK = _routed(leaf, ROUTES)
+    grad_TK = torch.ones_like(weight_TK)
+    weights = weight_TK.detach().float()
+    y_SH = pool.tensor("a", tokens * ROUTES, WIDTH)
+    slot_TK = experts.sort_by_expert(index_TK, weights, CHOICES).slot_TK
+
+    def spread() -> None:
+        experts.sort_by_expert(index_TK, weights, CHOICES)
+        experts.combine(y_SH, slot_TK, weights)
+
+    passes: dict[RowKind, Callable[[], object]] = {
+        "router": lambda: _routed(logits_TE, ROUTES),
+        "router_back": lambda: torch.autograd.grad(weight_TK, leaf, grad_TK, retain_graph=True),
+        "balance": lambda: _balance(logits_TE, ROUTES),
+        "spread": spread,
+    }
+    return [Piece(RowRun(kind, y_SH.numel() if kind == "spread" else logits_TE.numel()), once)
+            for kind, once in passes.items()]  # fmt: skip
+
+
+def row_pieces(sizes: Sequence[int], tokens: Sequence[int], pool: Pool) -> list[Piece[RowRun]]:
+    """Every kind of pass over so many values, and routing of so many tokens; none where the kernels cannot run."""
+    if not rows.supported():
+        return []
+    passes = [piece for values in sizes for piece in _passes(values, pool)]
+    return passes + ([piece for n in tokens for piece in _routing(n, pool)] if experts.route() is not None else [])

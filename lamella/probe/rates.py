@@ -1,0 +1,121 @@
+"""Rates of the kernels that a training step is made of, at real shapes, with the threads that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lamella.hardware.machine import KernelRates, RowPoint
+from lamella.probe import own, products
+from lamella.probe.pool import Pool
+from lamella.probe.timing import Effort, Piece, measure
+
+LENGTHS, LENGTHS_QUICK = (32, 128, 512, 2048, 8192), (64, 512)
+HEAD_SIZES = (64, 128)
+VALUES, VALUES_QUICK = (1 << 15, 1 << 18, 1 << 21, 1 << 24), (1 << 15, 1 << 21)
+ROUTED, ROUTED_QUICK = (32, 512, 4096), (64, 1024)
+UPDATED = 1 << 21
+CHAIN = 100
+
+
+class KernelWork:
+    """Everything that is measured, in pieces, and the rates from their times."""
+
+    def __init__(self, quick: bool) -> None:
+        pool = Pool()
+        self.products = products.product_pieces(products.QUICK if quick else products.FULL, pool)
+        self.experts = own.expert_pieces(own.EXPERTS_QUICK if quick else own.EXPERTS, pool)
+        self.attention = own.attention_pieces(LENGTHS_QUICK if quick else LENGTHS, HEAD_SIZES, pool)
+        self.rows = own.row_pieces(VALUES_QUICK if quick else VALUES, ROUTED_QUICK if quick else ROUTED, pool)
+        self.others = [Piece("call", call_chain()), Piece("update", update_of(UPDATED)), Piece("sum", plain_sum(pool))]
+
+    def groups(self) -> dict[str, list[Piece[Any]]]:
+        """By what they are, for progress."""
+        return {"matrix products": self.products, "experts on 4-bit weights": self.experts, "attention": self.attention,
+                "norms, activations and routing": self.rows, "calls and optimizer": self.others}  # fmt: skip
+
+    def rates(self, threads: int, seconds: Callable[[Piece[Any]], float] = lambda piece: piece.best_s) -> KernelRates:
+        """`seconds`: of a piece, from its rounds."""
+        others = {piece.key: seconds(piece) for piece in self.others}
+        return KernelRates(
+            threads=threads,
+            matmul=tuple(piece.key.point(seconds(piece)) for piece in self.products),
+            experts=tuple(own.expert_points({piece.key: seconds(piece) for piece in self.experts})),
+            attention=tuple(own.attention_points({piece.key: seconds(piece) for piece in self.attention})),
+            rows=tuple(RowPoint(kind=p.key.kind, values=p.key.values, seconds=seconds(p)) for p in self.rows),
+            row_bytes_per_s=6.0 * VALUES[-1] / others["sum"],
+            call_s=others["call"] / (4 * CHAIN),  # each function and the operation in it, there and back
+            update_parameters_per_s=UPDATED / others["update"],
+        )
+
+
+def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str], None]) -> KernelRates:
+    """Measure products, experts, attention and row-wise work of this CPU in bf16.
+
+    Args:
+        threads: of torch; None: as torch has them.
+        quick: a coarse grid, in a few seconds, instead of about half a minute on idle cores.
+        on_progress: told what is measured now.
+    """
+    before = torch.get_num_threads()
+    effort = Effort(2, 0.002) if quick else Effort(4, 0.004)
+    try:
+        torch.set_num_threads(threads or before)
+        work = KernelWork(quick)
+        for turn in range(effort.rounds):
+            for what, pieces in work.groups().items():
+                on_progress(f"{what}, round {turn + 1} of {effort.rounds}")
+                measure(pieces, Effort(1, effort.turn_s))
+        return work.rates(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Nothing(torch.autograd.Function):
+    """Does next to nothing: what is left is the cost of being called."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.neg()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.neg()
+
+
+def call_chain() -> Callable[[], object]:
+    """`CHAIN` functions of autograd one after the other, there and back."""
+    leaf = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+
+    def chain() -> None:
+        x = leaf
+        for _ in range(CHAIN):
+            x = _Nothing.apply(x)
+        torch.autograd.grad(x, leaf, torch.ones_like(x))
+
+    return chain
+
+
+def plain_sum(pool: Pool) -> Callable[[], object]:
+    """The sum of two bf16 arrays, in a third: 6 bytes a value."""
+    x, y, out = (pool.tensor(use, VALUES[-1]) for use in ("a", "b", "out"))
+    return lambda: torch.add(x, y, out=out)
+
+
+def update_of(parameters: int) -> Callable[[], object]:
+    """Gradient norm, clipping and AdamW of so many parameters, as `train.optimizer` does them."""
+    held = [torch.nn.Parameter(torch.zeros(parameters // 8)) for _ in range(8)]
+    optimizer = torch.optim.AdamW(held, lr=1e-4, fused=True)
+    for p in held:
+        p.grad = torch.full_like(p, 1e-3)
+
+    def update() -> None:
+        norm = get_total_norm([p.grad for p in held if p.grad is not None])
+        clip_grads_with_norm_(held, 1.0, torch.tensor(float(norm)))
+        optimizer.step()
+
+    return update
