@@ -46,8 +46,8 @@ def probe(
         )
     if not out.absolute().parent.is_dir():
         raise UserError("no such folder", fix="make it first, or give another --out", path=out.absolute().parent)
-    from lamella.console import progress
     from lamella.console import out as console
+    from lamella.console import progress
     from lamella.probe.run import FULL, QUICK, STEPS, measure_machine
     from lamella.probe.table import show
 

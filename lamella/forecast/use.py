@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.forecast import blocks
-from lamella.forecast.blocks import LayerParts, Ways
+from lamella.forecast.blocks import Ways
 from lamella.forecast.shape import LayerShape, ModelShape, Site
 from lamella.forecast.tape import Tape
 

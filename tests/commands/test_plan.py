@@ -125,9 +125,10 @@ def test_data_are_counted_with_the_tokenizer_beside_the_config(tmp_path):
     tree = json.loads(invoke(tmp_path / "config.json", "--machine", ONE_BOX, "--data", rows, "--json").stdout)
     assert tree["rows"]["how"] == "counted" and tree["rows"]["rows"] == 12
     assert tree["asked"]["data"]["train"] == [str(rows)]
-    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with rows.open("a") as file:
+        file.write("{}\n")
     error = error_of(tmp_path / "config.json", "--machine", ONE_BOX, "--data", rows)
-    assert (error.path, error.line) == (str(rows), 1)
+    assert (error.path, error.line) == (str(rows), 13)
 
 
 def test_training_from_a_plan_of_a_config_asks_for_a_store(config, tmp_path):

@@ -28,7 +28,9 @@ def run_toml(stores, tmp_path, monkeypatch):
 
 @pytest.fixture
 def machine_json(tmp_path):
-    machine = rough_machine(("cpu",), (1e11,), (memory_limit_bytes(),), memory_limit_bytes(), os.cpu_count() or 1, now())
+    machine = rough_machine(
+        ("cpu",), (1e11,), (memory_limit_bytes(),), memory_limit_bytes(), os.cpu_count() or 1, now()
+    )
     machine = machine.model_copy(update={"notes": ()})
     (tmp_path / "machine.json").write_text(machine.model_dump_json())
     return tmp_path / "machine.json"
@@ -43,7 +45,9 @@ def test_a_run_without_a_plan_makes_one_and_keeps_it(run_toml):
     assert plan.asked["lora"] == {"rank": 4} and plan.serving is None
 
 
-def test_machine_json_of_the_working_folder_or_beside_the_file_is_used(run_toml, machine_json, monkeypatch, tmp_path_factory):
+def test_machine_json_of_the_working_folder_or_beside_the_file_is_used(
+    run_toml, machine_json, monkeypatch, tmp_path_factory
+):
     result = runner.invoke(app, ["train", str(run_toml)])
     assert "plan: fits: " in result.stderr and "lamella probe" not in result.stderr
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -83,6 +87,21 @@ def test_a_plan_for_gpus_that_are_not_here(run_toml, machine_json):
     refused = runner.invoke(app, ["train", str(saved)])
     assert isinstance(refused.exception, UserError)
     assert "the plan is for 64 CUDA devices" in refused.exception.what and refused.exception.exit_code == 2
+
+
+def test_a_plan_for_more_ranks_or_cores_than_there_are(run_toml, machine_json, monkeypatch):
+    saved = run_toml.parent / "plan.json"
+    runner.invoke(app, ["plan", str(run_toml), "--save", str(saved)])
+    plan = read_plan(saved)
+    write_plan(
+        saved, plan.model_copy(update={"settled": {**plan.settled, "compute": {"dtype": "fp32", "threads": 4096}}})
+    )
+    refused = runner.invoke(app, ["train", str(saved)])
+    assert "the plan is for 4096 CPU threads" in str(refused.exception)
+    write_plan(saved, plan)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "and 3 were started" in str(runner.invoke(app, ["train", str(saved)]).exception)
 
 
 def test_a_run_goes_on_with_its_plan(run_toml):
