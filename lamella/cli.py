@@ -39,7 +39,8 @@ for module in (probe, plan, quantize, store, data, train, eval, demo):
 
 def main() -> None:
     """Entry point: user errors end in one message and their exit code, Ctrl-C in 130."""
-    if Path(sys.argv[0]).stem in ("lamella", "__main__"):  # not when a program calls this
+    ours = Path(sys.argv[0]).stem in ("lamella", "__main__")  # not when a program calls this
+    if ours and sys.argv[1:2] != ["plan"]:  # which takes no tensors
         restart_tuned()
     try:
         app()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamella.errors import UserError
+from lamella.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,27 +74,48 @@ def _open_run(run: Path, overrides: list[str]) -> tuple[RunConfig, PlanFile | No
     plan = read_plan(run)
     config = run_of(plan, run, overrides)
     check_store(plan, shape_of(config.store), config.store)
-    _check_devices(config, run)
+    _check_devices(plan, config, run)
     return config, plan
 
 
-def _check_devices(config: RunConfig, path: Path) -> None:
-    """Refuse a plan for GPUs that are not here."""
+def _check_devices(plan: PlanFile, config: RunConfig, path: Path) -> None:
+    """Refuse a plan for ranks, GPUs or cores that are not here."""
+    import os
+
+    from lamella.ranks.place import check_count, started_by_launcher
+
+    fix = "run it where it was made for, or make a plan for this machine: lamella plan MODEL --machine machine.json"
     names = [entry.device for entry in config.devices] or [config.compute.device]
+    if started_by_launcher():
+        world = int(os.environ["WORLD_SIZE"])
+        check_count(config, world)
+        if world != len(names):
+            raise UserError(f"the plan is for {len(names)} rank{'s' * (len(names) != 1)}, and {world} were started",
+                            fix=fix, path=path)  # fmt: skip
+        return
+    threads = (
+        sum(entry.threads or 0 for entry in config.devices if entry.device == "cpu") or config.compute.threads or 0
+    )
+    cores = len(os.sched_getaffinity(0))
+    if threads > cores:
+        raise UserError(f"the plan is for {threads} CPU threads, and here are {cores} cores", fix=fix, path=path)
     wanted = sum(name.startswith("cuda") for name in names)
     if not wanted:
         return
     import torch
 
-    from lamella.ranks.place import started_by_launcher
-
     here = torch.cuda.device_count()
-    if here < wanted and not started_by_launcher():
-        raise UserError(
-            f"the plan is for {wanted} CUDA device{'s' * (wanted != 1)}, and here {'is' if here == 1 else 'are'} {here}",
-            fix="run it on the machine it was made for, or make a plan for this one: lamella plan MODEL --machine machine.json",
-            path=path,
+    if here < wanted:
+        what = (
+            f"the plan is for {wanted} CUDA device{'s' * (wanted != 1)}, and here {'is' if here == 1 else 'are'} {here}"
         )
+        raise UserError(what, fix=fix, path=path)
+    planned = [device for device in plan.machine.devices if device.kind == "cuda"]
+    for k, device in enumerate(planned[:wanted]):
+        memory = torch.cuda.get_device_properties(k).total_memory
+        if memory < 0.95 * device.memory_bytes:
+            raise UserError(f"the plan is for {device.name} with {format_bytes(device.memory_bytes)}, and CUDA device {k} has "
+                            f"{format_bytes(memory)}", fix=fix, path=path)  # fmt: skip
 
 
 def _machine_file(run: Path) -> Path | None:

@@ -6,10 +6,11 @@ from their bytes by a line through the sample. Without one a token is taken to b
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,8 @@ SAMPLE_BYTES = 600_000
 SCAN_BYTES = 256 << 20
 """Of all files; rows beyond are counted by the bytes of those before."""
 _LEAST_ROWS = 8
+_MANY_ROWS = 200_000
+"""Beyond these all epochs are taken to have the steps of the first."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,24 @@ class Rows:
         ranks = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
         return {name: ordered[min(int(q * len(ordered)), len(ordered) - 1)] for name, q in ranks.items()}
 
-    def planner(self, train: TrainConfig) -> StepPlanner:
-        """Optimizer steps over these rows, as training makes them."""
-        return StepPlanner(
-            self.lengths, seed=train.seed, rows_per_step=train.rows_per_step, tokens_per_step=train.tokens_per_step
-        )
+    def _epoch(self, train: TrainConfig) -> _Epoch:
+        return _first_epoch(self.lengths, train.seed, train.rows_per_step, train.tokens_per_step)
 
     def steps(self, train: TrainConfig) -> int:
         """Optimizer steps of the run."""
-        return train.steps if train.steps is not None else self.planner(train).total_steps(train.epochs)
+        first = len(self._epoch(train).steps)
+        if train.steps is not None:
+            return train.steps
+        if train.epochs <= 1 or len(self.lengths) > _MANY_ROWS:
+            return math.ceil(round(train.epochs * first, 9))
+        planner = StepPlanner(
+            self.lengths, seed=train.seed, rows_per_step=train.rows_per_step, tokens_per_step=train.tokens_per_step
+        )
+        return planner.total_steps(train.epochs)
 
     def steps_per_epoch(self, train: TrainConfig) -> int:
-        return len(self.planner(train).epoch(0))
+        """Of the first epoch."""
+        return len(self._epoch(train).steps)
 
     def run_tokens(self, train: TrainConfig) -> float:
         """Tokens that the whole run passes, epochs of equal steps assumed."""
@@ -88,17 +97,33 @@ class Rows:
 
     def sample_step(self, train: TrainConfig) -> list[RowCost]:
         """The rows of a step of the first epoch whose tokens are nearest to the mean."""
-        steps = [step.rows for step in self.planner(train).epoch(0)]
-        mean = self.tokens / len(steps)
-        return self._costs(min(steps, key=lambda rows: abs(sum(self.lengths[i] for i in rows) - mean)))
+        epoch = self._epoch(train)
+        return self._costs(epoch.steps[int(np.argmin(np.abs(epoch.tokens - epoch.tokens.mean())))])
 
     def largest_step(self, train: TrainConfig) -> list[RowCost]:
         """The rows of the first epoch's step with the most tokens: what memory has to hold."""
-        steps = [step.rows for step in self.planner(train).epoch(0)]
-        return self._costs(max(steps, key=lambda rows: sum(self.lengths[i] for i in rows)))
+        epoch = self._epoch(train)
+        return self._costs(epoch.steps[int(np.argmax(epoch.tokens))])
 
     def _costs(self, rows: Sequence[int]) -> list[RowCost]:
         return [RowCost(self.lengths[i], self.labels[i]) for i in rows]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """Rows of each step, and their tokens [steps]."""
+
+    steps: list[tuple[int, ...]]
+    tokens: np.ndarray
+
+
+@lru_cache(maxsize=2)
+def _first_epoch(lengths: tuple[int, ...], seed: int, rows_per_step: int | None, tokens_per_step: int) -> _Epoch:
+    planner = StepPlanner(lengths, seed=seed, rows_per_step=rows_per_step, tokens_per_step=tokens_per_step)
+    steps = [step.rows for step in planner.epoch(0)]
+    in_order = np.array(lengths)[np.concatenate([np.array(rows) for rows in steps])]
+    starts = np.cumsum([0, *(len(rows) for rows in steps[:-1])])
+    return _Epoch(steps, np.add.reduceat(in_order, starts))
 
 
 def micro_batches_of(rows: Sequence[RowCost], train: TrainConfig) -> list[list[RowCost]]:

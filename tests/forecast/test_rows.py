@@ -51,6 +51,8 @@ def test_steps_are_the_ones_training_takes(folder, tmp_path):
     assert [row.tokens for row in rows.sample_step(train)] in taken
     assert sum(row.tokens for row in rows.largest_step(train)) == max(map(sum, taken))
     assert rows.steps(TrainConfig(steps=7)) == 7
+    for epochs in (0.3, 1.0, 2.0, 2.5):
+        assert rows.steps(TrainConfig(tokens_per_step=200, epochs=epochs)) == planner.total_steps(epochs)
     largest = max(planner.epoch(0), key=lambda step: sum(data.rows[i].tokens for i in step.rows))
     packed = data.batches(120, largest.rows)
     mine = micro_batches_of(rows.largest_step(train), TrainConfig(micro_batch_tokens=120))
