@@ -179,7 +179,9 @@ def _pattern(listed: str) -> re.Pattern[str]:
     try:
         return re.compile(listed[3:])
     except re.error as error:
-        raise UserError(f"quantization_config: {listed!r} is no expression: {error}", fix="correct config.json") from error
+        raise UserError(
+            f"quantization_config: {listed!r} is no expression: {error}", fix="correct config.json"
+        ) from error
 
 
 def _weight_bytes(method: str, settings: Mapping[str, Any]) -> Callable[[tuple[int, ...]], int]:

@@ -85,7 +85,9 @@ def shapes(tmp_path_factory):
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: f"{p.model}: {p.what}")
 def test_published_figures(point, shapes):
-    assert measure(shapes[point.model], point.what) == pytest.approx(point.value, rel=point.tolerance, abs=0), point.source
+    assert measure(shapes[point.model], point.what) == pytest.approx(point.value, rel=point.tolerance, abs=0), (
+        point.source
+    )
 
 
 def test_every_model_has_a_point():
@@ -120,4 +122,7 @@ def test_kinds_of_attention(shapes):
     latent = shapes["DeepSeek-V3"].layers[0].core
     assert (latent.heads, latent.head_dim, latent.value_dim, latent.kv_elements) == (128, 192, 128, 576)
     assert shapes["Qwen3-235B-A22B"].layers[0].core.kv_elements == 2 * 4 * 128
-    assert [any(m.fused_experts for m in layer.matrices) for layer in shapes["Llama-4-Maverick"].layers] == [False, True] * 24
+    assert [any(m.fused_experts for m in layer.matrices) for layer in shapes["Llama-4-Maverick"].layers] == [
+        False,
+        True,
+    ] * 24
