@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -115,33 +115,73 @@ def _unpack(tensor: TensorInfo, method: str, settings: Mapping[str, Any]) -> Ten
     return tensor
 
 
-DiskBytes = Callable[[str, tuple[int, ...], bool, int], int]
+@dataclass(frozen=True)
+class DiskRule:
+    """What tensors take in a checkpoint of a config.json.
 
+    Attributes:
+        weight: bytes of a packed weight of this shape; None: nothing is packed.
+        left_out: names of modules that stay in 16 bit, or parts of names; patterns: the same as patterns.
+        only_experts: linear weights of two dimensions stay as they are.
+        note: what is not known, or "".
+    """
 
-def disk_bytes(config: Mapping[str, Any]) -> tuple[DiskBytes, str]:
-    """How many bytes a tensor (full name, shape, whether it is a linear weight of a layer, bytes an element) takes in a
-    checkpoint with this config.json, and a note where that is not known."""
-    settings = quantization_of(config)
-    method = None if settings is None else method_of(settings)
-    note = ""
-    if settings is None or method not in METHODS:
-        if settings is not None:
-            note = f"quant_method {method!r}: bytes of the checkpoint are counted as if it were not quantised"
+    weight: Callable[[tuple[int, ...]], int] | None = None
+    left_out: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+    only_experts: bool = False
+    note: str = ""
 
-        def plain(name: str, shape: tuple[int, ...], is_linear: bool, item: int) -> int:
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers that are alike may differ on disk."""
+        return any(part.isdigit() for name in self.left_out for part in name.split(".")) or bool(self.patterns)
+
+    def nbytes(self, name: str, shape: tuple[int, ...], is_linear: bool, item: int) -> int:
+        """Of one tensor.
+
+        Args:
+            name: in full; is_linear: a weight that a packed layer would pack; item: bytes of an element otherwise.
+        """
+        if self.weight is None or not is_linear or (self.only_experts and len(shape) != 3) or self._stays(name):
             return prod(shape) * item
+        return self.weight(shape)
 
-        return plain, note
-    weight = _weight_bytes(method or "", settings)
-    left_out = _left_out(settings)
+    def _stays(self, name: str) -> bool:
+        parts = name.split(".")
+        if not self.left_out.isdisjoint(parts):
+            return True
+        if any(".".join(parts[:n]) in self.left_out for n in range(2, len(parts) + 1)):
+            return True
+        return any(pattern.match(name) for pattern in self.patterns)
 
-    def packed(name: str, shape: tuple[int, ...], is_linear: bool, item: int) -> int:
-        whole = prod(shape) * item
-        if not is_linear or left_out(name) or (method == "mxfp4" and len(shape) != 3):
-            return whole
-        return weight(shape)
 
-    return packed, note
+def disk_rule(config: Mapping[str, Any]) -> DiskRule:
+    """How a checkpoint with this config.json holds its weights."""
+    settings = quantization_of(config)
+    if settings is None:
+        return DiskRule()
+    method = method_of(settings)
+    if method not in METHODS:
+        return DiskRule(
+            note=f"quant_method {method!r}: bytes of the checkpoint are counted as if it were not quantised"
+        )
+    listed = [str(n) for n in settings.get("modules_to_not_convert") or settings.get("ignore") or ()]
+    plain = frozenset(n for n in listed if "*" not in n and not n.startswith("re:"))
+    patterns = tuple(_pattern(n) for n in listed if n not in plain)
+    return DiskRule(_weight_bytes(method, settings), plain, patterns, method == "mxfp4")
+
+
+def _pattern(listed: str) -> re.Pattern[str]:
+    """`re:` and an expression, or a name in which `*` stands for a part."""
+    if not listed.startswith("re:"):
+        return re.compile(re.escape(listed).replace(r"\*", "[^.]*"))
+    try:
+        return re.compile(listed[3:])
+    except re.error as error:
+        raise UserError(
+            f"quantization_config: {listed!r} is no expression: {error}", fix="correct config.json"
+        ) from error
 
 
 def _weight_bytes(method: str, settings: Mapping[str, Any]) -> Callable[[tuple[int, ...]], int]:
@@ -166,17 +206,3 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
         if isinstance(weights, Mapping) and weights.get("group_size"):
             return int(weights["group_size"])
     return None
-
-
-def _left_out(settings: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Whether a tensor's module stays in 16 bit: by names, parts of names, or patterns (`re:`)."""
-    listed = settings.get("modules_to_not_convert") or settings.get("ignore") or ()
-    names = [str(n) for n in listed if not str(n).startswith("re:")]
-    patterns = [re.compile(str(n).removeprefix("re:").replace("*.", ".*") if str(n).startswith("re:*") else str(n)[3:])
-                for n in listed if str(n).startswith("re:")]  # fmt: skip
-    parts = [re.compile(r"(^|\.)" + re.escape(n).replace(r"\*", r"\d+") + r"(\.|$)") for n in names]
-
-    def left(name: str) -> bool:
-        return any(p.search(name) for p in parts) or any(p.match(name.rpartition(".")[0]) for p in patterns)
-
-    return left

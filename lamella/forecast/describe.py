@@ -32,7 +32,7 @@ from lamella.checkpoint.facts import (
 from lamella.checkpoint.families import FAMILIES, FULL, layer_kinds
 from lamella.checkpoint.header import DTYPE_BYTES, TensorInfo
 from lamella.checkpoint.keys import Keys
-from lamella.checkpoint.packed import disk_bytes, quantization_of, unpacked
+from lamella.checkpoint.packed import DiskRule, disk_rule, unpacked
 from lamella.checkpoint.shapes import check_experts, check_shapes
 from lamella.checkpoint.source import HUB_ID, read_json, read_tensors
 from lamella.errors import UserError
@@ -118,44 +118,55 @@ class _Parts:
 
 def _by_rules(name: str, config: Mapping[str, Any], path: Path, settings: QuantizeSettings) -> ModelShape:
     found = architecture_of(config, path)
-    dtype = _dtype(config)
-    on_disk, note = disk_bytes(config)
-    experts = num_routed_experts(config) or keys_of(config).experts()
-
-    def info(name: str, shape: tuple[int, ...], rest: str = "") -> TensorInfo:
-        linear = bool(rest) and classify_in_layer(rest, shape, experts) in QUANTISED_CLASSES
-        return TensorInfo(name, path, dtype, shape, 0, on_disk(name, shape, linear, DTYPE_BYTES[dtype]))
-
-    outer = [info(n, shape) for n, shape in found.outer.items()]
-    beyond = [info(n, shape, _rest(n)) for n, shape in found.beyond.items()]
-    layers = _layers_of(found, info if quantization_of(config) else None, dtype, path)
-    notes = [note] if note else []
+    dtype, on_disk = _dtype(config), disk_rule(config)
+    keys = keys_of(config, path)
+    experts = num_routed_experts(config) or keys.experts()
+    item = DTYPE_BYTES[dtype]
+    outer = [TensorInfo(n, path, dtype, s, 0, prod(s) * item) for n, s in found.outer.items()]
+    beyond = _on_disk(
+        "", {n: (s, _is_linear(_rest(n), s, experts)) for n, s in found.beyond.items()}, path, dtype, on_disk
+    )
+    layers = _layers_of(found, path, dtype, on_disk, experts)
+    notes = [on_disk.note] if on_disk.note else []
     if found.assumed:
         values = ", ".join(f"{key} = {value}" for key, value in sorted(found.assumed.items()))
         notes.append(f"config.json leaves out, so the family's defaults were taken: {values}")
     if isinstance(config.get("text_config"), Mapping):
         notes.append("the decoder alone: vision and audio parts do not follow from config.json")
-    keys = keys_of(config, path)
     return _shape(_Parts(name, "config.json", config, found.prefix, layers, outer, beyond, found.kinds, found.tied, keys, notes),
                   settings)  # fmt: skip
 
 
-def _layers_of(found: Architecture, info: Any, dtype: str, path: Path) -> list[tuple[str, Sequence[TensorInfo]]]:
-    """Tensors of each layer. Layers alike share one list under the first one's names, unless names decide their bytes."""
-    item = DTYPE_BYTES[dtype]
-    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[str, Sequence[TensorInfo]]] = {}
-    layers: list[tuple[str, Sequence[TensorInfo]]] = []
+def _layers_of(
+    found: Architecture, path: Path, dtype: str, on_disk: DiskRule, experts: int | None
+) -> list[tuple[str, Sequence[TensorInfo]]]:
+    """Tensors of each layer. Layers alike share one list under the first one's names, unless their bytes differ."""
+    seen: dict[Any, tuple[str, Sequence[TensorInfo]]] = {}
+    linear: dict[Any, dict[str, tuple[tuple[int, ...], bool]]] = {}
+    layers = []
     for i, tensors in enumerate(found.layers):
-        start = f"{found.prefix}.{i}."
-        if info is not None:
-            layers.append((start, [info(start + rest, shape, rest) for rest, shape in tensors.items()]))
-            continue
-        key = tuple(tensors.items())
+        start, alike = f"{found.prefix}.{i}.", tuple(tensors.items())
+        key = (alike, i if on_disk.by_layer else None)
+        if alike not in linear:
+            linear[alike] = {rest: (shape, _is_linear(rest, shape, experts)) for rest, shape in alike}
         if key not in seen:
-            alike = [TensorInfo(start + rest, path, dtype, shape, 0, prod(shape) * item) for rest, shape in key]
-            seen[key] = start, alike
+            seen[key] = start, _on_disk(start, linear[alike], path, dtype, on_disk)
         layers.append(seen[key])
     return layers
+
+
+def _on_disk(
+    start: str, tensors: Mapping[str, tuple[tuple[int, ...], bool]], path: Path, dtype: str, rule: DiskRule
+) -> list[TensorInfo]:
+    item = DTYPE_BYTES[dtype]
+    return [
+        TensorInfo(start + rest, path, dtype, shape, 0, rule.nbytes(start + rest, shape, linear, item))
+        for rest, (shape, linear) in tensors.items()
+    ]
+
+
+def _is_linear(rest: str, shape: tuple[int, ...], experts: int | None) -> bool:
+    return classify_in_layer(rest, shape, experts) in QUANTISED_CLASSES
 
 
 def _rest(name: str) -> str:
