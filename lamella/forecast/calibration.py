@@ -214,7 +214,9 @@ def _read(path: Path) -> CalibrationFile:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read: {error}", fix=remove, path=path) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}", fix=remove, path=path, line=error.lineno, column=error.colno) from error
+        raise UserError(
+            f"not JSON: {error.msg}", fix=remove, path=path, line=error.lineno, column=error.colno
+        ) from error
     if not isinstance(tree, dict) or tree.get("kind") != "lamella calibration":
         raise UserError("not a calibration", fix=remove, path=path, line=1)
     if tree.get("format_version") != FORMAT_VERSION:

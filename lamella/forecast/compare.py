@@ -94,7 +94,9 @@ class Comparison:
             table.add_column(name, justify="left" if name in ("where", "what") else "right")
         for line in (*self.summary, *self.pieces[:shown]):
             ratio = "" if line.ratio is None else f"{line.ratio:.2f}x"
-            table.add_row(line.where, line.what, _shown(line.planned, line.unit), _shown(line.measured, line.unit), ratio)
+            table.add_row(
+                line.where, line.what, _shown(line.planned, line.unit), _shown(line.measured, line.unit), ratio
+            )
         return table
 
     def render(self, shown: int = _SHOWN) -> list[RenderableType]:
@@ -142,7 +144,9 @@ class Measured:
     def tokens_of_pieces(self) -> float | None:
         """Tokens of the step that was played; the plan's `step_s` is that of a step of mean length."""
         played = (self.figures.get("played") or {}).get("step_s")
-        return self.figures["step_tokens"] * played / self.figures["step_s"] if played and self.figures["step_s"] else None
+        return (
+            self.figures["step_tokens"] * played / self.figures["step_s"] if played and self.figures["step_s"] else None
+        )
 
     def traced_tokens(self) -> float | None:
         """Median tokens of the traced steps."""

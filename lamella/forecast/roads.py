@@ -67,11 +67,11 @@ def roads_of(machine: Machine, places: Sequence[RankPlace]) -> Roads:
     return Roads(rates, tuple(read), tuple(copy), tuple(back), between, Links(slow[0], slow[1], pairs), tuple(notes))
 
 
-def stream_rate(machine: Machine, place: RankPlace, in_host: float) -> float:
+def stream_rate(machine: Machine, place: RankPlace, in_host: float, ranks_here: int) -> float:
     """Bytes per second at which a rank gets streamed layers, a share `in_host` of which lies in host memory, the rest on
-    disk. A CPU computes where its host's memory is: only the disk counts."""
+    disk, which all ranks of its host read at once. A CPU computes where its host's memory is: only the disk counts."""
     disk = machine.hosts[place.host].disk
-    disk_rate = disk.read_bytes_per_s if disk is not None else 0.0
+    disk_rate = disk.read_bytes_per_s / ranks_here if disk is not None else 0.0
     if place.facts.kind == "cpu":
         return disk_rate
     if place.link is None:
