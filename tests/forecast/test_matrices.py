@@ -17,7 +17,7 @@ from tests.checkpoint.test_architecture import shapes_by_transformers
 from tests.forecast.headers import write_headers
 
 OTHERS = {
-    "phi": {}, "phimoe": {"num_local_experts": 4}, "gpt_neox": {}, "granitemoe": {"num_local_experts": 4}, "gemma4_text": {},
+    "phi": {}, "gpt_neox": {}, "granitemoe": {"num_local_experts": 4}, "gemma4_text": {},
     "exaone_moe": {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
 }  # fmt: skip
 
