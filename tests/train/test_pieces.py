@@ -132,7 +132,7 @@ def compared(folder, items):
     assert {x.what for x in found.pieces if x.where == "rank 1"} >= {"forward 3", "head", "backward 3", "update"}
     assert all(x.measured > 0 for x in found.pieces)
     sent = {x.where: x for x in found.summary if x.what.startswith("bytes to rank")}
-    assert sent["rank 0"].ratio == 1 and sent["rank 1"].ratio >= 1  # rank 0 gets the adapter at the end
+    assert all(1 <= x.ratio < 1.6 for x in sent.values())  # after the last step the adapter is gathered too
     assert {x.what for x in found.summary} >= {"computing", "idle", "peak memory", "exchange and waiting for others"}
 
 
