@@ -117,7 +117,7 @@ class Calibration:
         if entry is None:
             return []
         shown = ", ".join(f"{cause} x{factor:.2f}" for cause, factor in sorted(entry.factors.items()))
-        runs = ", ".join(run.run for run in entry.runs)
+        runs = ", ".join(Path(run.run).name for run in entry.runs)
         return [f"calibrated by {len(entry.runs)} run{'s' * (len(entry.runs) > 1)} ({runs}): {shown}"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lamella.forecast.items import Item, Kind
@@ -53,9 +53,9 @@ class Played:
             piece nothing is waited for.
         busy: per rank, share of the step in which it computes; idle: the rest.
         links: by name.
-        pieces: by rank, cause and name, as a trace shows them.
         path: the longest chain: pieces, last first.
         bottleneck: the chain's seconds by what they were spent on, most first; they sum to `step_s`.
+        pieces: by rank, cause and name, as a trace shows them.
     """
 
     start_s: tuple[float, ...]
@@ -66,9 +66,9 @@ class Played:
     wait_s: dict[int, dict[str, float]]
     busy: dict[int, float]
     links: dict[str, LinkUse]
-    pieces: dict[Key, Spent]
     path: tuple[int, ...]
     bottleneck: tuple[Part, ...]
+    pieces: dict[Key, Spent] = field(default_factory=dict)
 
     @property
     def idle(self) -> dict[int, float]:
@@ -253,9 +253,9 @@ class _Simulation:
             waits,
             busy,
             uses,
-            pieces_of_items(items, [self.left[n] - self.start[n] for n in range(len(items))]),
             tuple(path),
             self._parts(path, step_s),
+            pieces_of_items(items, [self.left[n] - self.start[n] for n in range(len(items))]),
         )
 
     def _until(self, n: int, then: int) -> float:
