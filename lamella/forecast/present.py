@@ -33,12 +33,12 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
         lines = [f"does not fit on {plan.machine.name}"]
         lines += [f"  {text}" for text in found.shortfall]
         return [*lines, f"  smallest change that would: {changes_of(found)}"]
-    held = Counter((_device(rank), format_bytes(rank.need), format_bytes(rank.have)) for rank in found.ranks)
+    held = Counter((_device(rank), _of(rank.need, rank.have)) for rank in found.ranks)
     if len(held) == 1:
-        ((name, need, have), count), *_ = held.items()
-        where = f"{need} of {have} on " + (f"each of {count} x {name}" if count > 1 else name)
+        ((name, used), count), *_ = held.items()
+        where = f"{used} on " + (f"each of {count} x {name}" if count > 1 else name)
     else:
-        parts = [f"{need} of {have} on {f'{n} x ' if n > 1 else ''}{name}" for (name, need, have), n in held.items()]
+        parts = [f"{used} on {f'{n} x ' if n > 1 else ''}{name}" for (name, used), n in held.items()]
         where = ", ".join(parts[:_COLUMNS]) + (f" and {len(parts) - _COLUMNS} more" if len(parts) > _COLUMNS else "")
     money = plan.money
     cost = f" and {format_usd(money.usd)}" if money.usd is not None else ""
@@ -48,6 +48,13 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
 def _device(rank: RankForecast) -> str:
     """`H100-80` of `rank 3 (H100-80)`."""
     return rank.name.partition("(")[2].rpartition(")")[0] if rank.name.startswith("rank ") else rank.name
+
+
+def _of(need: int, have: int) -> str:
+    """`44.9 of 85.5 GB`."""
+    used, limit = format_bytes(need), format_bytes(have)
+    number, _, unit = used.partition(" ")
+    return f"{number if limit.endswith(f' {unit}') else used} of {limit}"
 
 
 def changes_of(found: Forecast) -> str:

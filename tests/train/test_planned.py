@@ -31,7 +31,8 @@ def machine_json(tmp_path):
     machine = rough_machine(
         ("cpu",), (1e11,), (memory_limit_bytes(),), memory_limit_bytes(), os.cpu_count() or 1, now()
     )
-    machine = machine.model_copy(update={"notes": ()})
+    devices = tuple(device.model_copy(update={"dtype": "fp32"}) for device in machine.devices)
+    machine = machine.model_copy(update={"notes": (), "devices": devices})
     (tmp_path / "machine.json").write_text(machine.model_dump_json())
     return tmp_path / "machine.json"
 
