@@ -8,6 +8,7 @@ python=${PYTHON:-python3}
 what=${1:-all}
 unset TRITON_INTERPRET
 "$python" -m lamella.kernels.build
+"$python" -m pytest -q -m gpu tests/probe
 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))'
 if [[ $what != speed ]]; then
   "$python" -m pytest -q -x -m gpu tests/engine/test_cuda.py

@@ -176,12 +176,16 @@ def _settled(q: Question, forecaster: Forecaster, best: Variant) -> dict[str, An
         if place.facts.kind == "cpu":
             settled["compute"]["threads"] = place.threads
             settled["memory"]["state"] = "disk" if rank.state_on_disk else "ram"
-            if rank.on_disk and not place.budgeted:
-                settled["memory"]["budget"] = f"{best.held[0].have}B"
         else:
             settled["compute"]["device"] = "cuda"
+        if best.budgets[0] is not None:
+            settled["memory"]["budget"] = f"{best.budgets[0]}B"
         return settled
-    settled["devices"] = [_entry(p, q.devices[p.rank] if q.devices else None) for p in forecaster.places]
+    entries = [_entry(p, q.devices[p.rank] if q.devices else None) for p in forecaster.places]
+    for entry, budget in zip(entries, best.budgets, strict=True):
+        if budget is not None:
+            entry["budget"] = f"{budget}B"
+    settled["devices"] = entries
     split = best.split
     settled["split"] = {"kind": "stages" if len(split.stages) > 1 else split.stages[0].way}
     if len(split.stages) > 1:

@@ -72,7 +72,8 @@ class RateTimes:
     lora             2 T r (I + O) forward, twice that backward (less 2 T r I where no input gradient is needed), at the
                      same rate
     attention        2 (D + D_v) FLOPs per head and visible pair forward, twice that backward, at the same rate
-    rows             bytes of norms, rotary positions, activations and residual sums / memory rate
+    rows             bytes of norms, rotary positions, activations and residual sums / memory rate (experts' rows count to
+                     `experts`)
     dequantise       16-bit bytes of 4-bit weights / dequantise rate, once per pass
     """
 
@@ -94,6 +95,7 @@ class RateTimes:
     def _pass(self, pieces: Pieces, lengths: Sequence[int], backward: bool) -> Causes:
         tokens = sum(lengths)
         flops = dict.fromkeys(CAUSES, 0.0)
+        moved = 0
         values = 4.0 * pieces.hidden + 2.0 * pieces.gated  # norms and sums read and write the stream; activations
         for group in pieces.linears:
             flops["linear"] += 2.0 * tokens * group.inputs * group.width * (group.needs_input or not backward)
@@ -106,7 +108,7 @@ class RateTimes:
             first, last = experts.ranks
             lora = 2.0 * rows * (first * (experts.hidden + 2 * experts.inner) + last * (experts.inner + experts.hidden))
             flops["lora"] += (2 if backward else 1) * lora
-            values += experts.active * (2 * experts.hidden + 3 * experts.inner)
+            moved = experts.active * (2 * experts.hidden + 3 * experts.inner)
         core = pieces.core
         if core is not None and (pieces.core_trains or not backward):
             window = core.window if core.kind == "sliding" else None
@@ -114,8 +116,11 @@ class RateTimes:
             flops["attention"] += 2.0 * (core.head_dim + core.value_dim) * core.heads * pairs * (2 if backward else 1)
             values += 2 * (core.heads + core.kv_heads) * core.head_dim
         seconds = {cause: value / self.flops_per_s for cause, value in flops.items()}
-        bytes_moved = 2.0 * 2 * values * tokens * (1.5 if backward else 1.0)  # 2 bytes a value, read and written
-        seconds["rows"] = bytes_moved / self.device.memory_bytes_per_s
+        each_s = (
+            2.0 * 2 * tokens * (1.5 if backward else 1.0) / self.device.memory_bytes_per_s
+        )  # 2 bytes, read and written
+        seconds["rows"] = values * each_s
+        seconds["experts"] += moved * each_s
         return seconds
 
     def dequantise(self, layer: int) -> float:

@@ -40,19 +40,24 @@ FP32_SHARE = 1 / 8
 in fp32, as fp16 needs loss scaling."""
 
 
+Held = tuple[process.Choice, int | None]
+"""What a rank holds, and the budget that makes it so."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way of running a step, reckoned through.
 
     Attributes:
         choice: how the split was found; None with one rank, or when it was given.
-        held: per rank, what it holds.
+        held: per rank, what it holds; budgets: `memory.budget` that makes the engine hold just that, None where none is needed.
     """
 
     recompute: str
     split: Split
     plan: StepPlan
     held: tuple[process.Choice, ...]
+    budgets: tuple[int | None, ...]
     ranks: tuple[RankForecast, ...]
     hosts: tuple[HostForecast, ...]
     played: Played
@@ -128,7 +133,7 @@ class Forecaster:
         self.times = self._times()
         self.costs: dict[bool, tuple[ModelCost, CostTable]] = {}
         self._plans: dict[tuple[Split, int | None], StepPlan] = {}
-        self._held: list[tuple[Any, process.Choice]] = []
+        self._held: list[tuple[Any, Held]] = []
         self._devices: dict[tuple[int, bool], Device] = {}
 
     def _times(self) -> list[StepTimes]:
@@ -179,12 +184,12 @@ class Forecaster:
     def keeps(self, split: Split, choice: Choice | None = None) -> bool:
         """Whether some rank has room to keep activations."""
         largest = self._largest(split, None if choice is None else choice.in_flight)
-        return any(self._hold(k, split, largest, "auto").kept for k in range(len(self.places)))
+        return any(self._hold(k, split, largest, "auto")[0].kept for k in range(len(self.places)))
 
     def kept_need(self, split: Split, choice: Choice | None = None) -> int:
         """Bytes at the peak of the rank where kept activations would take most."""
         largest = self._largest(split, None if choice is None else choice.in_flight)
-        return max(self._hold(k, split, largest, "never").plan.peak_bytes for k in range(len(self.places)))
+        return max(self._hold(k, split, largest, "never")[0].plan.peak_bytes for k in range(len(self.places)))
 
     def _split(self, recompute: bool) -> tuple[Split, StepPlan, Choice | None]:
         q = self.q
@@ -262,7 +267,8 @@ class Forecaster:
         _, table = self.cost(recompute != "never")
         largest = self._largest(split, None if choice is None else choice.in_flight)
         stages = [split.stages[split.stage_of(k)] for k in range(len(self.places))]
-        chosen = [self._hold(k, split, largest, recompute) for k in range(len(self.places))]
+        both = [self._hold(k, split, largest, recompute) for k in range(len(self.places))]
+        chosen = [choice for choice, _ in both]
         ranks = [self._rank_plan(k, stages[k], chosen[k]) for k in range(len(self.places))]
         items = step_items(
             split, plan, q.shape, self.rows, ranks, self.roads.between, self.sites, dtype_bytes=self.size
@@ -271,7 +277,10 @@ class Forecaster:
         read = [sum(i.nbytes for i in items if i.rank == k and i.kind in ("load", "copy")) for k in range(len(ranks))]
         found = tuple(self._rank(k, stages[k], chosen[k], read[k], played) for k in range(len(ranks)))
         hosts = hosts_of(q, self.sites, self.places, stages, chosen)
-        return Variant(recompute, split, plan, tuple(chosen), found, hosts, played, table.flops(self.rows), choice)
+        budgets = tuple(budget for _, budget in both)
+        return Variant(
+            recompute, split, plan, tuple(chosen), budgets, found, hosts, played, table.flops(self.rows), choice
+        )
 
     def _largest(self, split: Split, in_flight: int | None) -> StepPlan:
         """The largest step's plan."""
@@ -287,7 +296,7 @@ class Forecaster:
             devices=devices, links=self.roads.links, table=table,
         )  # fmt: skip
 
-    def _hold(self, k: int, split: Split, plan: StepPlan, recompute: str) -> process.Choice:
+    def _hold(self, k: int, split: Split, plan: StepPlan, recompute: str) -> Held:
         """What one rank holds, on the largest step."""
         place, at = self.places[k], split.stage_of(k)
         stage, rows = split.stages[at], self.largest
@@ -318,7 +327,7 @@ class Forecaster:
     def _choose(
         self, place: RankPlace, facts: DeviceFacts, dtype: str, rank: process.Rank, lengths: list[list[int]],
         positions: list[int], recompute: str,
-    ) -> process.Choice:  # fmt: skip
+    ) -> Held:  # fmt: skip
         q = self.q
 
         def choose(budget: int | None) -> process.Choice:
@@ -328,13 +337,14 @@ class Forecaster:
             )  # fmt: skip
 
         if place.budgeted:
-            return choose(place.memory_bytes)
+            return choose(place.memory_bytes), place.memory_bytes
         if place.facts.kind == "cuda":
             return _fill(choose, place.memory_bytes)
         free = choose(None)
         if free.plan.peak_bytes <= place.memory_bytes:
-            return free
-        return choose(max(place.memory_bytes - program_bytes(free), 1))
+            return free, None
+        budget = max(place.memory_bytes - program_bytes(free), 1)
+        return choose(budget), budget
 
     def _rank_plan(self, k: int, stage: Stage, chosen: process.Choice) -> RankPlan:
         gpu = self.places[k].facts.kind == "cuda"
@@ -352,6 +362,8 @@ class Forecaster:
         gpu = place.facts.kind == "cuda"
         program = 0 if gpu else program_bytes(chosen)
         have = place.memory_bytes + (program if place.budgeted else 0)
+        if gpu:  # a budget there is for weights, boundaries and kept activations, not for all
+            have = place.facts.memory_bytes if place.facts.free_bytes is None else place.facts.free_bytes
         need = plan.peak_bytes if chosen.fits else max(plan.peak_bytes, chosen.least + program)
         parts = dict(plan.groups)
         if need > plan.peak_bytes:
@@ -366,12 +378,12 @@ class Forecaster:
         )  # fmt: skip
 
 
-def _fill(choose: Callable[[int | None], process.Choice], have: int) -> process.Choice:
+def _fill(choose: Callable[[int | None], process.Choice], have: int) -> Held:
     """Of a GPU: the engine's own share for weights where all fits so; else the budget for weights with which the peak comes near
     to the device's memory."""
-    found = choose(None)
+    found, asked = choose(None), None
     if found.plan.peak_bytes <= have and not found.residency.streamed:
-        return found
+        return found, None
     budget = found.residency.total_bytes
     for _ in range(FILL_TRIES):
         spare = have - found.plan.peak_bytes
@@ -382,8 +394,8 @@ def _fill(choose: Callable[[int | None], process.Choice], have: int) -> process.
         tried = choose(budget)
         if tried.plan.peak_bytes > have and found.plan.peak_bytes <= have:
             break
-        found, budget = tried, min(budget, tried.residency.total_bytes)
-    return found
+        found, asked, budget = tried, budget, min(budget, tried.residency.total_bytes)
+    return found, asked
 
 
 def program_bytes(chosen: process.Choice) -> int:

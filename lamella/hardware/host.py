@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ class HostFacts:
         cores: that this process may run on, and all of the machine's.
         limit_bytes: the smallest of RAM and the limits of this process's cgroups.
         free_bytes: what it can still take: what the kernel says is available, and no more than its cgroups leave.
-        pinned_bytes: RAM that may be page-locked (RLIMIT_MEMLOCK); None: no limit.
+        cpu_quota: cores' worth of time that a control group grants; None: no such limit.
         load: runnable processes in the last minute, on average.
     """
 
@@ -36,7 +35,7 @@ class HostFacts:
     ram_bytes: int
     limit_bytes: int
     free_bytes: int
-    pinned_bytes: int | None
+    cpu_quota: float | None
     numa_nodes: int
     load: float
 
@@ -49,13 +48,11 @@ class HostFacts:
 def host_facts() -> HostFacts:
     """Of this host, as this process sees it."""
     memory = psutil.virtual_memory()
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return HostFacts(
         name=platform.node() or "host", cpu=cpu_name(), cores=len(os.sched_getaffinity(0)),
         cores_of_machine=os.cpu_count() or 1, ram_bytes=int(memory.total), limit_bytes=memory_limit_bytes(),
         free_bytes=min(int(memory.available), cgroup_room_bytes()),
-        pinned_bytes=None if locked == resource.RLIM_INFINITY or os.geteuid() == 0 else locked,
-        numa_nodes=len(numa_nodes()), load=os.getloadavg()[0],
+        cpu_quota=cpu_quota(), numa_nodes=len(numa_nodes()), load=os.getloadavg()[0],
     )  # fmt: skip
 
 
@@ -100,6 +97,32 @@ def cgroup_room_bytes() -> int:
                 if most is not None and used is not None:
                     room = min(room, max(0, most - used + _stat(folder / "memory.stat", cache)))
     return room
+
+
+def cpu_quota(root: Path = CGROUPS, groups: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of time that this process's cgroups grant: the smallest of all of them."""
+    found: list[float] = []
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for base in (root / "cpu", root / "cpu,cpuacct") if controllers else (root, root / "unified"):
+            group = base / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(root):
+                    break
+                found += _quota(folder)
+    return min(found, default=None)
+
+
+def _quota(folder: Path) -> list[float]:
+    new, old = folder / "cpu.max", folder / "cpu.cfs_quota_us"
+    if new.is_file():
+        quota, period = new.read_text().split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    if old.is_file() and int(old.read_text()) > 0:
+        return [int(old.read_text()) / int((folder / "cpu.cfs_period_us").read_text())]
+    return []
 
 
 def _number(file: Path) -> int | None:

@@ -38,7 +38,7 @@ def native_dtype(device: torch.device) -> torch.dtype:
         capabilities = torch.backends.cpu.get_cpu_capability()
         native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
         return torch.bfloat16 if native and capabilities.startswith("AVX512") else torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
 
 
 _measured: dict[tuple[str, torch.dtype, int], MatmulRate] = {}

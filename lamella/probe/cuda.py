@@ -21,6 +21,8 @@ from lamella.probe.timing import Effort
 LINK_BYTES, LINK_BYTES_QUICK = 256 << 20, 64 << 20
 _BF16_FROM = (8, 0)
 """Compute capability from which bf16 is multiplied by the tensor cores; fp16 before."""
+REACHED = 0.5
+"""Share of a measured matmul rate that training is taken to reach; a step on the device shows its own."""
 _SMALL = 1024
 """Bytes of a copy whose time is the link's latency."""
 
@@ -183,7 +185,7 @@ def device_facts(described: Described, known: NvmlDevice | None, wire: Wire | No
         details["pcie"] = str(wire)
     return DeviceFacts(
         name=described.name, kind="cuda", memory_bytes=described.total_bytes, free_bytes=described.free_bytes,
-        matmul_flops_per_s=1.0, dtype="bf16" if described.capability >= _BF16_FROM else "fp16",
+        matmul_flops_per_s=1.0, reached=REACHED, dtype="bf16" if described.capability >= _BF16_FROM else "fp16",
         dequantise_bytes_per_s=1.0, memory_bytes_per_s=1.0, details=details,
     )  # fmt: skip
 
@@ -195,7 +197,7 @@ def with_rates(facts: DeviceFacts, device: int, effort: Effort) -> DeviceFacts:
     return facts.model_copy(update={
         "matmul_flops_per_s": matmul.best,
         "dequantise_bytes_per_s": max(dequantise_rate(place, effort, shape) for shape in SHAPES),
-        "memory_bytes_per_s": copy_rate(place, effort, 1 << 30),
+        "memory_bytes_per_s": copy_rate(place, effort, min(1 << 30, (facts.free_bytes or 0) // 8)),
         "details": {**facts.details, "matmul_size": matmul.size},
     })  # fmt: skip
 
@@ -217,6 +219,7 @@ def measure_gpus(devices: Sequence[int], quick: bool, on_progress: Callable[[str
     effort = Effort(2, 0.03) if quick else Effort(3, 0.2)
     notes: list[str] = []
     described = {d: cuda.describe(d) for d in devices}
+    nbytes = min(nbytes, *(seen.free_bytes // 8 for seen in described.values()))
     library, why = driver.load()
     known: dict[int, NvmlDevice] = {}
     version = ""
@@ -250,4 +253,5 @@ def measure_gpus(devices: Sequence[int], quick: bool, on_progress: Callable[[str
         full = replace(wire, generation=wire.most_generation, width=wire.most_width)
         if wire != full:
             notes.append(f"device {d} ({described[d].name}): PCIe {wire} while copies run")
+    notes.append(f"assumed: training reaches {REACHED:.0%} of the measured matmul rates of GPUs")
     return Gpus(tuple(found), tuple(links), tuple(peers), tuple(notes))

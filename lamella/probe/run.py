@@ -14,6 +14,7 @@ import torch
 
 from lamella import kernels
 from lamella.errors import UserError
+from lamella.hardware import nvml
 from lamella.hardware.allocator import is_tuned
 from lamella.hardware.contradictions import check_machine
 from lamella.hardware.disk import DiskRates, measure_disk
@@ -86,6 +87,8 @@ def measure_machine(
         tool, why = ({}, "") if plan.quick else nvbandwidth.measure(CHILD_LIMIT_S)
         devices += [_with_tool(device, d, tool) for d, device in zip(gpus, found.devices, strict=True)]
         links, peers, notes = found.host_links, found.peer_links, [*notes, *found.notes, *([why] if why else [])]
+    elif which != "cpu":
+        notes.append(_no_gpus())
     if which in ("cpu", "all") or not gpus:
         devices.append(measure_cpu(plan, facts, copy_bytes_per_s, on_progress))
     on_progress("disk")
@@ -147,6 +150,17 @@ def _gpus_asked(which: Which) -> list[int]:
     return list(range(count))
 
 
+def _no_gpus() -> str:
+    library, why = nvml.load()
+    if library is None:
+        return why
+    try:
+        count = library.nvmlDeviceGetCount()
+    finally:
+        library.nvmlShutdown()
+    return f"the NVIDIA driver has {count} devices, and torch sees none: a CUDA build of torch is needed to use them"
+
+
 def _busy_notes(facts: HostFacts) -> list[str]:
     if not facts.busy:
         return []
@@ -170,6 +184,11 @@ def _with_tool(device: DeviceFacts, place: int, tool: dict[str, float]) -> Devic
 
 
 def _host(facts: HostFacts, copy_bytes_per_s: float, imported: int | None, disk: DiskRates, notes: list[str]) -> Host:
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.cores:
+        notes.append(
+            f"cores: a control group grants the time of {facts.cpu_quota:g} of the {facts.cores} cores seen here; set "
+            f"compute.threads = {max(1, int(facts.cpu_quota))}, and OMP_NUM_THREADS alike when probing"
+        )
     if facts.limit_bytes < facts.ram_bytes:
         notes.append(
             f"memory: a control group limits this process to {format_bytes(facts.limit_bytes)} of the host's "
@@ -181,6 +200,6 @@ def _host(facts: HostFacts, copy_bytes_per_s: float, imported: int | None, disk:
                      free_bytes=disk.free_bytes, kind=disk.kind)  # fmt: skip
     return Host(
         name=facts.name, cores=facts.cores, ram_bytes=facts.ram_bytes, limit_bytes=facts.limit_bytes,
-        free_bytes=min(facts.free_bytes, facts.limit_bytes), pinned_bytes=facts.pinned_bytes, numa_nodes=facts.numa_nodes,
+        free_bytes=min(facts.free_bytes, facts.limit_bytes), numa_nodes=facts.numa_nodes,
         memory_bytes_per_s=copy_bytes_per_s, import_bytes=imported, disk=known,
     )  # fmt: skip

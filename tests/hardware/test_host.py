@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from lamella.hardware.host import cpu_name, host_facts, numa_nodes
+from lamella.hardware.host import cpu_name, cpu_quota, host_facts, numa_nodes
 from lamella.hardware.limit import memory_limit
 
 LIMIT = 512 << 20
@@ -56,3 +56,29 @@ def test_numa_nodes(tmp_path):
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
     assert numa_nodes(tmp_path) == {0: "0-31", 1: "32-63"}
     assert list(numa_nodes(tmp_path / "none")) == [0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        (
+            "0::/box/run\n",
+            {"box/cpu.max": "150000 100000", "box/run/cpu.max": "max 100000", "cpu.max": "max 100000"},
+            1.5,
+        ),
+        ("0::/box/run\n", {"box/cpu.max": "400000 100000", "box/run/cpu.max": "50000 100000"}, 0.5),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        (
+            "4:cpu,cpuacct:/docker/a\n3:memory:/docker/a\n",
+            {"cpu,cpuacct/docker/a/cpu.cfs_quota_us": "250000", "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000"},
+            2.5,
+        ),
+        ("4:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_cpu_time_that_control_groups_grant(groups, files, cores, tmp_path):
+    (tmp_path / "own").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / name).write_text(f"{text}\n")
+    assert cpu_quota(tmp_path / "sys", tmp_path / "own") == cores

@@ -135,6 +135,13 @@ def test_the_example_in_the_module_is_a_machine(tmp_path):
     assert machine.name == "the box under the desk" and len(machine.devices) == 2
 
 
+def test_the_example_file_is_a_machine():
+    machine = open_machine(str(Path(__file__).parent.parent.parent / "examples" / "machine.toml"))
+    assert [(d.name, d.host) for d in machine.devices] == [("RTX3090", 0), ("RTX3090", 0), ("A6000", 1)]
+    assert machine.devices[2].dequantise_bytes_per_s == pytest.approx(650e9 * 2 / 2.52)
+    assert machine.host_links[0].to_device_bytes_per_s == 12e9 and machine.peer_links[0].kind == "nvlink"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
