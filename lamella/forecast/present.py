@@ -30,7 +30,7 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
     """Does it fit, how long, what does it cost. The first line says it; where it does not fit the others say what lacks."""
     rows = f"{plan.rows.rows:,} rows"
     if not found.fits:
-        lines = [f"does not fit on {plan.machine.name}"]
+        lines = [f"does not fit on {plan.machine.name}: {_lack(found)}"]
         lines += [f"  {text}" for text in found.shortfall]
         return [*lines, f"  smallest change that would: {changes_of(found)}"]
     held = Counter((_device(rank), _of(rank.need, rank.have)) for rank in found.ranks)
@@ -55,6 +55,14 @@ def _of(need: int, have: int) -> str:
     used, limit = format_bytes(need), format_bytes(have)
     number, _, unit = used.partition(" ")
     return f"{number if limit.endswith(f' {unit}') else used} of {limit}"
+
+
+def _lack(found: Forecast) -> str:
+    """What there is too little of, in few words."""
+    short = Counter(f"{_device(rank)}: need {_of(rank.need, rank.have)}" for rank in found.ranks if not rank.fits)
+    if not short:
+        return "; ".join(": ".join(text.split(": ")[:3]) for text in found.shortfall)
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in short.items())
 
 
 def changes_of(found: Forecast) -> str:
@@ -90,10 +98,7 @@ def whole(plan: PlanFile, question: Question, found: Forecast) -> Iterable[Rende
     from rich.text import Text
 
     shape = question.shape
-    first, *others = verdict(plan, found)
-    yield Text(first, style="bold green" if found.fits else "bold red")
-    for line in others:
-        yield Text(line)
+    yield Text(verdict(plan, found)[0], style="bold green" if found.fits else "bold red")
     yield from _section(
         f"Model: {plan.model.name} ({plan.model.model_type}, {len(shape.layers)} layers, of {shape.source})"
     )

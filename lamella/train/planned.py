@@ -32,6 +32,7 @@ def plan_for_run(
         world: ranks of the run.
         machine: file of `lamella probe`; None: a rough machine with the rate that the engine measured.
     """
+    from lamella.forecast.calibration import beside
     from lamella.forecast.describe import shape_of
     from lamella.forecast.make import make_plan
     from lamella.forecast.present import short
@@ -46,7 +47,7 @@ def plan_for_run(
             config = config.model_copy(update={"devices": devices})
         planned = make_plan(
             shape_of(config.store), box, config, counted_rows(rows), kind="store", path=config.store, serving=False,
-            explain=False,
+            explain=False, calibration=None if machine is None else beside(machine),
         )  # fmt: skip
     except UserError as error:
         notice(f"no plan: {error.what}")

@@ -61,13 +61,18 @@ def test_the_verdict_of_unlike_devices_and_without_a_price():
 
 def test_what_does_not_fit_says_need_have_and_the_smallest_change():
     question = question_of()
-    found = forecast_of(
-        question, fits=False, shortfall=("rank 0 (G80): need 90 GB, have 80 GB",), changes=(Change("lora.rank=8"),)
-    )
+    ranks = [rank_of(0, need=int(9e10)), rank_of(1, need=int(9e10)), rank_of(2)]
+    lack = ("rank 0 (G80): need 90 GB, have 80 GB: base 90 GB",)
+    found = forecast_of(question, ranks, fits=False, shortfall=lack, changes=(Change("lora.rank=8"),))
     lines = verdict(document_of(question, found), found)
-    assert lines[0] == "does not fit on test machine"
-    assert "need 90 GB, have 80 GB" in lines[1] and lines[2].endswith("smallest change that would: lora.rank=8")
-    assert shown(question, found).startswith("does not fit on test machine\n")
+    assert lines[0] == "does not fit on test machine: 2 x G80: need 90 of 80 GB"
+    assert lines[1].strip() == lack[0] and lines[2].endswith("smallest change that would: lora.rank=8")
+    assert shown(question, found).startswith(f"{lines[0]}\n\nModel")
+    lack = ("box: disk: need 9 TB, have 4 TB: store 9 TB",)
+    full = forecast_of(question, fits=False, shortfall=lack, changes=())
+    assert (
+        verdict(document_of(question, full), full)[0] == "does not fit on test machine: box: disk: need 9 TB, have 4 TB"
+    )
 
 
 def test_all_of_it_within_80_columns():
