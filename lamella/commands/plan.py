@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,6 +72,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, for `lamella train plan.json`.")] = None,
     compare: Annotated[Path | None, typer.Option(help="A run's folder: its plan beside what was measured.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="With --compare: later plans here take what that run has shown.")
+    ] = False,
 ) -> None:
     """Say whether a run fits, where each layer would live, how long it takes, what it costs, and what serving takes.
 
@@ -79,11 +83,17 @@ def plan(
     if compare is not None:
         if model is not None or data or save is not None:
             raise UserError("--compare takes a run that has its plan with it", fix="leave MODEL, --data and --save out")
-        _compare(compare, as_json)
+        _compare(compare, as_json, calibrate)
         return
+    if calibrate:
+        raise UserError("--calibrate without a run", fix="give it with --compare runs/NAME")
     if model is None:
         raise UserError("no MODEL given", fix="give a checkpoint folder, config.json, layer store, hub id or run.toml")
-    planned = _make(model, overrides or [], Asked(tuple(data or ()), rows, tokens), machine, price_per_hour)
+    gc.disable()  # a plan makes many small objects and no cycles
+    try:
+        planned = _make(model, overrides or [], Asked(tuple(data or ()), rows, tokens), machine, price_per_hour)
+    finally:
+        gc.enable()
     if save is not None:
         from lamella.forecast.document import write_plan
 
@@ -92,19 +102,21 @@ def plan(
 
 
 def _make(model: str, overrides: list[str], asked: Asked, machine: str | None, price: float | None) -> Planned:
+    from lamella.forecast.calibration import beside
     from lamella.forecast.describe import shape_of
     from lamella.forecast.make import make_plan
-    from lamella.hardware.machines import open_machine
+    from lamella.hardware.machines import MACHINE_FILE, open_machine
 
     if asked.data and (asked.rows is not None or asked.tokens is not None):
         raise UserError("--data together with --rows or --tokens", fix="give the data, or the rows that stand for them")
     found = find_model(model, overrides)
     shape = shape_of(found.name)
-    folder = found.run.parent if found.run is not None and not Path("machine.json").is_file() else Path()
+    folder = found.run.parent if found.run is not None and not Path(MACHINE_FILE).is_file() else Path()
     box = open_machine(machine, folder=folder)
+    past = beside(folder / MACHINE_FILE if machine is None else Path(machine))
     config = _config(found, overrides, asked, shape)
     rows = _rows(config, asked, found, shape)
-    return make_plan(shape, box, config, rows, kind=found.kind, path=found.path, usd_per_hour=price)
+    return make_plan(shape, box, config, rows, kind=found.kind, path=found.path, usd_per_hour=price, calibration=past)
 
 
 def find_model(text: str, overrides: list[str]) -> Model:
@@ -186,10 +198,12 @@ def _show(planned: Planned, explain: bool, as_json: bool, save: Path | None) -> 
         raise DoesNotFit("; ".join(found.shortfall) or "nothing fits", fix=changes_of(found))
 
 
-def _compare(run: Path, as_json: bool) -> None:
+def _compare(run: Path, as_json: bool, calibrate: bool) -> None:
     from lamella.forecast.compare import compare_run
 
     comparison = compare_run(run)
+    if calibrate:
+        _calibrate(run)
     if as_json:
         import json
 
@@ -200,3 +214,14 @@ def _compare(run: Path, as_json: bool) -> None:
     out = Console(highlight=False)
     for part in comparison.render():
         out.print(part)
+
+
+def _calibrate(run: Path) -> None:
+    from lamella.console import notice
+    from lamella.forecast.calibration import FILE, calibrate
+
+    path = Path(FILE)
+    calibrate(run, path)
+    notice(
+        f"{path} has what {run} showed; plans with the machine.json beside it take it (remove the file to undo that)"
+    )

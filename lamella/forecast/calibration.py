@@ -156,6 +156,12 @@ class Calibrated:
 # ---- the file -----------------------------------------------------------------------------------
 
 
+def beside(machine: Path) -> Calibration | None:
+    """What past runs say on a machine that is a file: `calibration.json` beside it; None where there is none."""
+    path = machine.with_name(FILE)
+    return load_calibration(path, ()) if machine.is_file() and path.is_file() else None
+
+
 def load_calibration(path: Path, identities: Iterable[Identity]) -> Calibration:
     """What past runs say of these devices; nothing where there is no file.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lamella import __version__
 from lamella.config import RunConfig
+from lamella.forecast.calibration import Calibration
 from lamella.forecast.document import PlanFile, PlannedRows, asked_of, now, plain, planned_model
 from lamella.forecast.figures import numbers_of
 from lamella.forecast.forecast import Question, forecast
@@ -41,20 +42,21 @@ def question_of(shape: ModelShape, machine: Machine, config: RunConfig, rows: Ro
 
 def make_plan(
     shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows, *, kind: Kind, path: Path | None = None,
-    usd_per_hour: float | None = None, serving: bool = True, explain: bool = True,
+    usd_per_hour: float | None = None, calibration: Calibration | None = None, serving: bool = True, explain: bool = True,
 ) -> Planned:  # fmt: skip
     """Make the plan.
 
     Args:
         kind, path: what `shape` is from, and where that lies.
         usd_per_hour: in place of the machine's own prices.
+        calibration: what past runs say of the machine.
         serving: look at serving too; explain: keep every figure's formula and inputs.
 
     Raises:
         UserError: settings that contradict the model, the machine or each other; rows over the model's context.
     """
     check_context(rows, shape.max_tokens, shape.name)
-    question = question_of(shape, machine, config, rows, kind == "store")
+    question = replace(question_of(shape, machine, config, rows, kind == "store"), calibration=calibration)
     found = forecast(question)
     epochs = found.steps / rows.steps_per_epoch(config.train)
     money = money_of(machine, found.run_s / 3600, found.run_tokens, epochs, usd_per_hour)

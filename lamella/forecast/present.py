@@ -30,15 +30,15 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
     """Does it fit, how long, what does it cost. The first line says it; where it does not fit the others say what lacks."""
     rows = f"{plan.rows.rows:,} rows"
     if not found.fits:
-        lines = [f"does not fit on {plan.machine.name}"]
+        lines = [f"does not fit on {plan.machine.name}: {_lack(found)}"]
         lines += [f"  {text}" for text in found.shortfall]
         return [*lines, f"  smallest change that would: {changes_of(found)}"]
-    held = Counter((_device(rank), format_bytes(rank.need), format_bytes(rank.have)) for rank in found.ranks)
+    held = Counter((_device(rank), _of(rank.need, rank.have)) for rank in found.ranks)
     if len(held) == 1:
-        ((name, need, have), count), *_ = held.items()
-        where = f"{need} of {have} on " + (f"each of {count} x {name}" if count > 1 else name)
+        ((name, used), count), *_ = held.items()
+        where = f"{used} on " + (f"each of {count} x {name}" if count > 1 else name)
     else:
-        parts = [f"{need} of {have} on {f'{n} x ' if n > 1 else ''}{name}" for (name, need, have), n in held.items()]
+        parts = [f"{used} on {f'{n} x ' if n > 1 else ''}{name}" for (name, used), n in held.items()]
         where = ", ".join(parts[:_COLUMNS]) + (f" and {len(parts) - _COLUMNS} more" if len(parts) > _COLUMNS else "")
     money = plan.money
     cost = f" and {format_usd(money.usd)}" if money.usd is not None else ""
@@ -48,6 +48,21 @@ def verdict(plan: PlanFile, found: Forecast) -> list[str]:
 def _device(rank: RankForecast) -> str:
     """`H100-80` of `rank 3 (H100-80)`."""
     return rank.name.partition("(")[2].rpartition(")")[0] if rank.name.startswith("rank ") else rank.name
+
+
+def _of(need: int, have: int) -> str:
+    """`44.9 of 85.5 GB`."""
+    used, limit = format_bytes(need), format_bytes(have)
+    number, _, unit = used.partition(" ")
+    return f"{number if limit.endswith(f' {unit}') else used} of {limit}"
+
+
+def _lack(found: Forecast) -> str:
+    """What there is too little of, in few words."""
+    short = Counter(f"{_device(rank)}: need {_of(rank.need, rank.have)}" for rank in found.ranks if not rank.fits)
+    if not short:
+        return "; ".join(": ".join(text.split(": ")[:3]) for text in found.shortfall)
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in short.items())
 
 
 def changes_of(found: Forecast) -> str:
@@ -83,10 +98,7 @@ def whole(plan: PlanFile, question: Question, found: Forecast) -> Iterable[Rende
     from rich.text import Text
 
     shape = question.shape
-    first, *others = verdict(plan, found)
-    yield Text(first, style="bold green" if found.fits else "bold red")
-    for line in others:
-        yield Text(line)
+    yield Text(verdict(plan, found)[0], style="bold green" if found.fits else "bold red")
     yield from _section(
         f"Model: {plan.model.name} ({plan.model.model_type}, {len(shape.layers)} layers, of {shape.source})"
     )

@@ -32,6 +32,7 @@ def plan_for_run(
         world: ranks of the run.
         machine: file of `lamella probe`; None: a rough machine with the rate that the engine measured.
     """
+    from lamella.forecast.calibration import beside
     from lamella.forecast.describe import shape_of
     from lamella.forecast.make import make_plan
     from lamella.forecast.present import short
@@ -46,7 +47,7 @@ def plan_for_run(
             config = config.model_copy(update={"devices": devices})
         planned = make_plan(
             shape_of(config.store), box, config, counted_rows(rows), kind="store", path=config.store, serving=False,
-            explain=False,
+            explain=False, calibration=None if machine is None else beside(machine),
         )  # fmt: skip
     except UserError as error:
         notice(f"no plan: {error.what}")
@@ -66,7 +67,10 @@ def rough(engine: Engine, config: RunConfig, world: int) -> Machine:
     device = engine.walk.weights.device
     if device.type == "cuda":
         memory = tuple(torch.cuda.get_device_properties(k).total_memory for k in range(torch.cuda.device_count()))
-        return rough_machine(("cuda",) * len(memory), (rate,) * len(memory), memory, limit, os.cpu_count() or 1, now())
-    cores = len(os.sched_getaffinity(0))
-    whole = rate * max(1.0, cores / torch.get_num_threads())
-    return rough_machine(("cpu",), (whole,), (limit,), limit, cores, now())
+        box = rough_machine(("cuda",) * len(memory), (rate,) * len(memory), memory, limit, os.cpu_count() or 1, now())
+    else:
+        cores = len(os.sched_getaffinity(0))
+        whole = rate * max(1.0, cores / torch.get_num_threads())
+        box = rough_machine(("cpu",), (whole,), (limit,), limit, cores, now())
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[engine.skeleton.dtype]
+    return box.model_copy(update={"devices": tuple(x.model_copy(update={"dtype": dtype}) for x in box.devices)})

@@ -40,9 +40,10 @@ def forecast_of(question, ranks=None, **changes):
     ranks = ranks or [rank_of(k) for k in range(4)]
     links = {"peer 0-1": LinkUse(400_000_000, 0.4, 0.04), "host 0": LinkUse(0, 0.0, 0.0)}
     played = Played(
-        (0.0,), (9.5,), 9.5, {r.rank: r.seconds for r in ranks}, {r.rank: r.causes for r in ranks},
-        {r.rank: r.wait_s for r in ranks}, {r.rank: r.busy for r in ranks}, links, (0,),
-        (Part("compute of rank 0", 9.0, 0.947), Part("link of rank 1", 0.5, 0.053)),
+        start_s=(0.0,), end_s=(9.5,), step_s=9.5, seconds={r.rank: r.seconds for r in ranks},
+        causes={r.rank: r.causes for r in ranks}, wait_s={r.rank: r.wait_s for r in ranks},
+        busy={r.rank: r.busy for r in ranks}, links=links, pieces={}, path=(0,),
+        bottleneck=(Part("compute of rank 0", 9.0, 0.947), Part("link of rank 1", 0.5, 0.053)),
     )  # fmt: skip
     host = HostForecast("box", {"programs": 8_000_000_000}, 512_000_000_000, {}, None, {"store": 123_000_000_000}, None,
                         {"shard": 10_000_000_000})  # fmt: skip

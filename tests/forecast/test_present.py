@@ -47,7 +47,7 @@ def test_the_verdict_of_like_devices():
     question = question_of()
     found = forecast_of(question)
     (line,) = verdict(document_of(question, found), found)
-    assert line == "fits: 32.2 GB of 85.9 GB on each of 4 x G80; 4.76 h and $47.58 for 3,600 rows".replace("85.9", "80")
+    assert line == "fits: 32.2 of 80 GB on each of 4 x G80; 4.76 h and $47.58 for 3,600 rows"
 
 
 def test_the_verdict_of_unlike_devices_and_without_a_price():
@@ -56,24 +56,29 @@ def test_the_verdict_of_unlike_devices_and_without_a_price():
     ranks = [rank_of(0), rank_of(1, name="rank 1 (T16)", need=int(9e9), have=int(16e9))]
     found = forecast_of(question, ranks)
     (line,) = verdict(document_of(question, found), found)
-    assert line == "fits: 32.2 GB of 80 GB on G80, 9 GB of 16 GB on T16; 4.76 h for 3,600 rows"
+    assert line == "fits: 32.2 of 80 GB on G80, 9 of 16 GB on T16; 4.76 h for 3,600 rows"
 
 
 def test_what_does_not_fit_says_need_have_and_the_smallest_change():
     question = question_of()
-    found = forecast_of(
-        question, fits=False, shortfall=("rank 0 (G80): need 90 GB, have 80 GB",), changes=(Change("lora.rank=8"),)
-    )
+    ranks = [rank_of(0, need=int(9e10)), rank_of(1, need=int(9e10)), rank_of(2)]
+    lack = ("rank 0 (G80): need 90 GB, have 80 GB: base 90 GB",)
+    found = forecast_of(question, ranks, fits=False, shortfall=lack, changes=(Change("lora.rank=8"),))
     lines = verdict(document_of(question, found), found)
-    assert lines[0] == "does not fit on test machine"
-    assert "need 90 GB, have 80 GB" in lines[1] and lines[2].endswith("smallest change that would: lora.rank=8")
-    assert shown(question, found).startswith("does not fit on test machine\n")
+    assert lines[0] == "does not fit on test machine: 2 x G80: need 90 of 80 GB"
+    assert lines[1].strip() == lack[0] and lines[2].endswith("smallest change that would: lora.rank=8")
+    assert shown(question, found).startswith(f"{lines[0]}\n\nModel")
+    lack = ("box: disk: need 9 TB, have 4 TB: store 9 TB",)
+    full = forecast_of(question, fits=False, shortfall=lack, changes=())
+    assert (
+        verdict(document_of(question, full), full)[0] == "does not fit on test machine: box: disk: need 9 TB, have 4 TB"
+    )
 
 
 def test_all_of_it_within_80_columns():
     question = question_of()
     text = shown(question, forecast_of(question))
-    assert text.startswith("fits: 32.2 GB of 80 GB")
+    assert text.startswith("fits: 32.2 of 80 GB")
     assert max(map(len, text.splitlines())) <= 80
     for wanted in ("235 B", "attention", "experts at rank r", "ranks 0-3 (G80)", "adapter state", "store 123 GB", "peer 0-1",
                    "95% compute of rank 0", "stages", "idle in turn", "would help: NVLink: 1.2x", "KV cache: 193 kB a token",

@@ -31,7 +31,8 @@ def machine_json(tmp_path):
     machine = rough_machine(
         ("cpu",), (1e11,), (memory_limit_bytes(),), memory_limit_bytes(), os.cpu_count() or 1, now()
     )
-    machine = machine.model_copy(update={"notes": ()})
+    devices = tuple(device.model_copy(update={"dtype": "fp32"}) for device in machine.devices)
+    machine = machine.model_copy(update={"notes": (), "devices": devices})
     (tmp_path / "machine.json").write_text(machine.model_dump_json())
     return tmp_path / "machine.json"
 
@@ -110,3 +111,19 @@ def test_a_run_goes_on_with_its_plan(run_toml):
     result = runner.invoke(app, ["train", str(run_toml), "train.steps=3", "--resume"])
     assert result.exit_code == 0, result.output
     assert read_plan(kept).figures["steps"] == 3
+
+
+def test_a_run_beside_its_plan_and_a_plan_after_it(run_toml, machine_json):
+    """`--compare` reads what the run left; what past runs have shown is taken for the next plan."""
+    assert runner.invoke(app, ["train", str(run_toml), "train.steps=5"]).exit_code == 0
+    folder = run_toml.parent / "runs" / "run"
+    result = runner.invoke(app, ["plan", "--compare", str(folder)])
+    assert result.exit_code == 0 and "planned and measured (medians of 3 steps)" in result.stdout
+    tree = json.loads(runner.invoke(app, ["plan", "--compare", str(folder), "--json"]).stdout)
+    assert tree["steps"] == 3
+    plain = json.loads(runner.invoke(app, ["plan", str(run_toml), "--json"]).stdout)
+    taken = runner.invoke(app, ["plan", "--compare", str(folder), "--calibrate"])
+    assert taken.exit_code == 0 and machine_json.with_name("calibration.json").is_file()
+    again = json.loads(runner.invoke(app, ["plan", str(run_toml), "--json"]).stdout)
+    assert again["figures"]["step_s"] != plain["figures"]["step_s"]
+    assert any("calibrat" in note for note in again["notes"]) and not any("calibrat" in note for note in plain["notes"])
