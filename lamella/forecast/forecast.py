@@ -362,14 +362,15 @@ def _doubled(m: Machine) -> Machine:
 def _changes(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
     """The smallest changes that make everything fit: settings that leave the result as it is, memory, settings that do not."""
     found = []
-    for what, changed in _smaller(q, forecaster, best):
-        other = _best(changed, None)
-        if other is not None and other[1].fits:
-            found.append(Change(what, None, other[1].step_s))
-            break
     short = [rank for rank in best.ranks if not rank.fits]
-    for rank in short[:1]:
-        found.append(_memory_change(rank, len(short)))
+    if not best.fits_memory:
+        for what, changed in _smaller(q, forecaster, best):
+            other = _best(changed, None)
+            if other is not None and other[1].fits_memory:
+                found.append(Change(what, None, other[1].step_s))
+                break
+    if short:
+        found.append(_memory_change(max(short, key=lambda rank: rank.need - rank.have), len(short)))
     for host in best.hosts:
         need, have = sum(host.ram.values()), host.ram_have
         if have is not None and need > have:
@@ -413,13 +414,13 @@ def _smaller(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tup
         tokens //= 2
         train = q.train.model_copy(update={"micro_batch_tokens": tokens})
         yield f"train.micro_batch_tokens = {tokens}", replace(q, train=train)
-    ranks = [rank for rank in (q.lora.rank // 2, q.lora.rank // 4, 1) if rank >= 1]
-    for rank in dict.fromkeys(ranks):
-        lora = q.lora.model_copy(update={"rank": rank})
-        yield f"lora.rank = {rank}", replace(q, lora=lora)
     if q.train.rows_per_step is None:
         for part in (2, 4, 8):
             size = q.train.tokens_per_step // part
             if size >= longest:
                 train = q.train.model_copy(update={"tokens_per_step": size})
                 yield f"train.tokens_per_step = {size}", replace(q, train=train)
+    ranks = [rank for rank in (q.lora.rank // 2, q.lora.rank // 4, 1) if rank >= 1]
+    for rank in dict.fromkeys(ranks):
+        lora = q.lora.model_copy(update={"rank": rank})
+        yield f"lora.rank = {rank}", replace(q, lora=lora)

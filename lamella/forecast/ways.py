@@ -69,6 +69,11 @@ class Variant:
         return all(rank.fits for rank in self.ranks) and not any(host.short() for host in self.hosts)
 
     @property
+    def fits_memory(self) -> bool:
+        """Disks aside."""
+        return all(rank.fits for rank in self.ranks) and not any(host.short_of_memory() for host in self.hosts)
+
+    @property
     def step_s(self) -> float:
         return self.played.step_s
 
@@ -179,7 +184,7 @@ class Forecaster:
                 near = other.step_s is not None and other.step_s < NEAR * choice.timeline.step_s
                 if near and {r for stage in other.split.stages for r in stage.ranks} == set(range(len(self.places))):
                     found.append(self.reckon(other.split, self._plan_of(other.split, self.rows), "auto", choice))
-        return sorted(found, key=lambda v: (not v.fits, v.step_s if v.fits else _over(v)))
+        return sorted(found, key=lambda v: (not v.fits_memory, v.step_s if v.fits_memory else _over(v)))
 
     def keeps(self, split: Split, choice: Choice | None = None) -> bool:
         """Whether some rank has room to keep activations."""
