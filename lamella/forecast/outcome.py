@@ -57,7 +57,7 @@ class RankForecast:
 
     @property
     def idle(self) -> float:
-        return 1 - self.busy
+        return max(0.0, 1 - self.busy)
 
     def line(self) -> str:
         """`need 9.3 GB, have 8 GB: base 4.1 GB, ...`, largest part first."""

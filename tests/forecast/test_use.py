@@ -22,7 +22,9 @@ from tests.fixtures import dense_config, moe_config
 WIDE = dict(hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=32, intermediate_size=320)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOE = dict(experts=8, inner=64, **WIDE)
-COMMON = dict(vocab_size=512, num_hidden_layers=2, max_position_embeddings=512, eos_token_id=4, bos_token_id=0, pad_token_id=2)
+COMMON = dict(
+    vocab_size=512, num_hidden_layers=2, max_position_embeddings=512, eos_token_id=4, bos_token_id=0, pad_token_id=2
+)
 CONFIGS = {
     "llama": lambda: dense_config(**WIDE),
     "llama, tied": lambda: dense_config(tie_word_embeddings=True, **WIDE),
@@ -33,7 +35,8 @@ CONFIGS = {
     "mixtral": lambda: MixtralConfig(**COMMON, **WIDE, num_local_experts=8, num_experts_per_tok=2),
 }
 fast = pytest.mark.skipif(
-    not rows.supported() or attention.implementation() == "torch" or experts.route() is None, reason="needs AVX-512 with bf16"
+    not rows.supported() or attention.implementation() == "torch" or experts.route() is None,
+    reason="needs AVX-512 with bf16",
 )
 
 
@@ -88,7 +91,9 @@ def test_layers_in_fp32(name, lengths, opened):
 
 
 @fast
-@pytest.mark.parametrize("targets", [ATTENTION, ("q_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj", "o_proj")], ids=str)
+@pytest.mark.parametrize(
+    "targets", [ATTENTION, ("q_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj", "o_proj")], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_any_targets(name, targets, opened):
     engine, shape, sites = opened(name, "bf16", targets, rank=4)
@@ -100,7 +105,9 @@ def test_any_targets(name, targets, opened):
 def test_any_rank(rank, opened):
     for name in ("llama", "qwen3_moe"):
         engine, shape, sites = opened(name, "bf16", rank=rank)
-        check(layer_use(shape, 1, sites, (96, 96), 2, "cpu", threads=torch.get_num_threads()), measured(engine, (96, 96)))
+        check(
+            layer_use(shape, 1, sites, (96, 96), 2, "cpu", threads=torch.get_num_threads()), measured(engine, (96, 96))
+        )
 
 
 @fast
@@ -171,7 +178,11 @@ def test_layers_of_no_known_form_are_bounded_from_above(opened):
 def test_constants_are_the_kernels_own():
     assert tape.BLOCK_RANK == groups.BLOCK_RANK
     assert (tape.SHORT_CPU, tape.MAX_PADDING) == (model_attention.SHORT_CPU, model_attention._MAX_PADDING)
-    assert (tape.CHUNK, tape.WANTED_GRAINS, tape.UNDIVIDED) == (attention.CHUNK, attention.WANTED_GRAINS, attention.UNDIVIDED)
+    assert (tape.CHUNK, tape.WANTED_GRAINS, tape.UNDIVIDED) == (
+        attention.CHUNK,
+        attention.WANTED_GRAINS,
+        attention.UNDIVIDED,
+    )
     lengths = [700, 690, 100, 90, 40]
     by_length = model_attention._by_length(lengths)
     assert tape.groups_by_length(lengths) == [[lengths[s] for s in group] for group in by_length]
