@@ -322,7 +322,7 @@ FAMILIES: Mapping[str, Family] = {
     "cwm": Family(_plain(), kinds.full_first),
     "deepseek_v2": Family(_deepseek(False)),
     "deepseek_v3": Family(_deepseek(True), predicts=True),
-    "dots1": Family(_dots1, kinds.window_above),
+    "dots1": Family(_dots1, kinds.dots1),
     "ernie4_5": Family(_ernie),
     "ernie4_5_moe": Family(_ernie_moe, head_bias="use_bias"),
     "exaone4": Family(_plain(qk_norm="head", names=_AFTER), kinds.exaone),

@@ -28,6 +28,11 @@ def window_above(k: Keys) -> list[str]:
     return [SLIDING if used and i >= k.size("max_window_layers", 0) else FULL for i in range(k.layers())]
 
 
+def dots1(k: Keys) -> list[str]:
+    used = k.maybe("sliding_window") is not None
+    return [SLIDING if used and i >= k.size("max_window_layers", 0) else FULL for i in range(k.layers())]
+
+
 def qwen2_moe(k: Keys) -> list[str]:
     used = k.flag("use_sliding_window") and k.maybe("sliding_window")
     return [SLIDING if used and i % 2 == 0 and i < k.size("max_window_layers", 0) else FULL for i in range(k.layers())]

@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**MOE, **MLA, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2-lite": {**MOE, **MLA, "q_lora_rank": None, "n_routed_experts": 4, "attention_bias": True},
     "deepseek_v3": {**MOE, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3},
-    "dots1": {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots1": {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "max_window_layers": 2},
     "ernie4_5": {"use_bias": True}, "ernie4_5-tied": {"tie_word_embeddings": True},
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2},
     "ernie4_5_moe-odd": {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2, "moe_layer_interval": 2,
