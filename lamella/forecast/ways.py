@@ -413,6 +413,12 @@ def identity_of(place: RankPlace, dtype: Dtype) -> Identity:
     return Identity(device=place.facts.name, threads=place.threads, dtype=dtype)
 
 
+def identities_of(question: Question) -> list[Identity]:
+    """Of every rank."""
+    places = places_of(question.machine, question.compute, question.memory, question.devices)
+    return [identity_of(place, _dtype(question.compute, place.facts)) for place in places]
+
+
 def in_dtype(facts: DeviceFacts, dtype: str) -> DeviceFacts:
     """A card without bf16, as it trains: in fp32."""
     if dtype == facts.dtype or facts.dtype != "fp16" or dtype != "fp32":

@@ -16,7 +16,7 @@ from tests.forecast.outcomes import forecast_of, question_of, rank_of
 from tests.forecast.test_present import document_of
 
 LAYERS = 6
-DEVICE, THREADS = "G80", 2
+HERE = {"device": "G80", "threads": 2, "dtype": "bf16"}
 RATES = {"disk": 10.0}
 ALONE = Split((Stage(0, LAYERS, (0,), (1.0,)),))
 
@@ -48,12 +48,12 @@ def spans_of(items, played, rank, begin_s):
 
 
 def write_run(
-    folder, planned, truth, lengths=(40, 20), resident=range(LAYERS), split=ALONE, steps=6, traced=4, figures=None,
-    receipt=True, real=None,
+    folder, planned, truth, lengths=(40, 20), resident=range(LAYERS), split=ALONE, steps=6, traced=4, factors=None,
+    receipt=True, real=None, dtype="bf16",
 ):  # fmt: skip
     """A run that was expected to take `planned` and took `truth` (`StepTimes`), of rows of these `lengths` (in truth `real`).
 
-    The first two steps took ten times as long.
+    The first two steps took ten times as long. `factors` were in `planned` already; `dtype`: that was in effect.
     """
     folder.mkdir(parents=True)
     world, tokens, real = len(split.stages[0].ranks), sum(lengths), real or lengths
@@ -65,7 +65,7 @@ def write_run(
     needs = [{"device": k, "need": 1000} for k in range(world)]
     document = document_of(question, found, figures={
         "step_s": expected.step_s, "step_tokens": float(tokens), "tokens_per_s": tokens / expected.step_s,
-        "played": expected.to_dict(), "ranks": needs, **(figures or {}),
+        "played": expected.to_dict(), "ranks": needs, "calibrated": [{"identity": HERE, "factors": factors or {}}] * world,
     })  # fmt: skip
     write_plan(folder / "plan.json", document)
     lines, kept = [], [[] for _ in range(world)]
@@ -86,6 +86,6 @@ def write_run(
     if traced:
         write_trace(folder / "trace.json", [RankSpans(r, "cpu", kept[r][-traced:]) for r in range(world)])
     if receipt:
-        engine = {"device": "cpu", "threads": THREADS, "dtype": "bf16"}
+        engine = {"device": "cpu", "threads": 2, "dtype": dtype}
         (folder / "receipt.json").write_text(json.dumps({"status": "ok", "engine": engine}))
     return folder

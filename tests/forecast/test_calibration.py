@@ -19,9 +19,10 @@ from lamella.forecast.calibration import (
     load_calibration,
 )
 from lamella.forecast.events import play
-from tests.forecast.runs import DEVICE, THREADS, listed, write_run
+from tests.forecast import runs
+from tests.forecast.runs import listed, write_run
 
-HERE = Identity(device=DEVICE, threads=THREADS, dtype="bf16")
+HERE = Identity(**runs.HERE)
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ def test_without_the_file_plans_are_as_before(learnt):
 def test_a_run_planned_with_factors_shows_the_same(tmp_path, learnt):
     """Its ratios are near 1, and the factors stay."""
     before = load_calibration(learnt, [HERE])
-    used = [{"identity": HERE.model_dump(), "factors": before.factors(HERE)}]
     run = write_run(tmp_path / "third", before.apply(Times(), HERE), TRUTH, lengths=RUNS["mixed"],
-                    figures={"calibrated": used})  # fmt: skip
+                    factors=before.factors(HERE))  # fmt: skip
     after = calibrate(run, learnt)
     assert after.factors(HERE) == pytest.approx(before.factors(HERE), rel=0.02)
     assert [r.run.rpartition("/")[2] for r in after.entries[0].runs] == ["short", "long", "third"]
@@ -178,7 +178,13 @@ def test_runs_that_show_nothing_are_refused(tmp_path, lacks):
     assert not (tmp_path / FILE).exists()
 
 
-def test_other_devices_and_older_code_are_not_used(learnt, monkeypatch):
+def test_a_run_that_did_not_do_what_it_was_planned_to_is_refused(tmp_path):
+    run = write_run(tmp_path / "run", Times(), TRUTH, dtype="fp32")
+    with pytest.raises(UserError, match="plan was for G80, 2 threads, bf16, the run computed on G80, 2 threads, fp32"):
+        calibrate(run, tmp_path / FILE)
+
+
+def test_other_devices_and_older_code_are_not_used(learnt):
     other = HERE.model_copy(update={"threads": 8})
     calibration = load_calibration(learnt, [other, HERE])
     assert calibration.factors(other) == {} and calibration.factors(HERE)
