@@ -89,10 +89,12 @@ class Attention:
     keeps_input = False
     """It is a norm's output, which is made again in the backward pass."""
 
-    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved) -> float:
-        """Bytes of the gradient at the input."""
+    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved, dy: float) -> float:
+        """Bytes of the gradient at the input; `dy`: of the given one, as far as nobody else needs it."""
         dout = self.out.backward(t, n)
-        t.free(saved.pop("out_xa"))  # a dropout mask lives as long as the graph
+        t.free(
+            saved.pop("out_xa"), dy, 0.0 if self.by_kernel else saved.pop("out")
+        )  # a dropout mask lives as long as the graph
         dqkv = (self._kernel_back if self.by_kernel else self._torch_back)(t, n, lengths, saved, dout)
         dy_all = t.new(n * self.qkv.wide)
         dx, dxa = self.qkv.input_gradient(t, n)
@@ -163,21 +165,25 @@ class Attention:
             results.append(result)
             kept += more
         long = sum(g[0] * len(g) for g in groups if g[0] > SHORT_CPU)
-        flat = t.new(rows * core.heads * core.value_dim)
-        out = flat if in_order else t.new(n * core.heads * core.value_dim)
-        saved["groups"] = kept
+        width = core.heads * core.value_dim
+        flat = self._joined(t, width, groups)
+        out = t.new(n * width) if not in_order else flat or results.pop()
         freed = list(split) + results + ([] if in_order else [flat])
-        if t.keeps:
-            stay_q = long * sizes[0] * t.element
-            repeated = core.heads > core.kv_heads
-            stay_kv = [(rows - long if repeated else rows) * w * t.element for w in sizes[1:]]
-            stay_out = long * core.heads * core.value_dim * t.element
-            stay = stay_q + sum(stay_kv) + stay_out
-            saved["split"] = stay
-            t.free(sum(freed) - stay)
-        else:
+        if not t.keeps:
             t.free(sum(freed) + kept)
+            return out
+        repeated = core.heads > core.kv_heads
+        stay = long * (sizes[0] + width) * t.element
+        stay += sum((rows - long if repeated else rows) * w * t.element for w in sizes[1:])
+        t.free(sum(freed) - stay)
         return out
+
+    @staticmethod
+    def _joined(t: Tape, width: int, groups: list[list[int]]) -> float:
+        """Groups laid out by rows (one sequence alone lies so) and, where there are several, put one after the other: bytes of
+        all that is then alive."""
+        laid = t.new(width * sum(g[0] * len(g) for g in groups if len(g) > 1))
+        return laid + (t.new(width * sum(g[0] * len(g) for g in groups)) if len(groups) > 1 else 0.0)
 
     def _group(self, t: Tape, length: int, count: int) -> tuple[float, float]:
         core = self.core
@@ -210,48 +216,62 @@ class Attention:
         core, groups = self.core, groups_by_length(lengths)
         in_order = len(groups) == 1 and len(set(lengths)) <= 1
         rows = sum(group[0] * len(group) for group in groups)
-        per_head = core.head_dim
         if not in_order:
             gathered = t.new(rows * core.heads * core.value_dim)
             t.free(dout)
             dout = gathered
         grads = []
         for group in groups:
-            length, count = group[0], len(group)
-            q = count * length * core.heads * per_head
-            kv = count * length * core.kv_heads * per_head
-            if length <= SHORT_CPU:
-                laid = t.new(count * length * core.heads * core.value_dim)
-                dv = t.new(kv)
-                dweights = t.new(count * core.heads * length * length)
-                t.free(laid)
-                dscores = t.new(count * core.heads * length * length)
-                t.free(dweights)
-                dk, dfolded = t.new(kv), t.new(q)
-                t.free(dscores)
-                dq = t.new(q)
-                t.free(dfolded)
-            else:
-                made = t.new(q) + t.new(q) + t.new(q)
-                dk, dv = t.new(kv), t.new(kv)
-                dq = q * t.element
-                t.free(made - dq)
-            grads.append((dq, dk, dv))
-        t.free(dout, saved.pop("out"), saved.pop("turned"), saved.pop("groups"), saved.pop("split"))
+            back = self._short_back if group[0] <= SHORT_CPU else self._long_back
+            grads.append(back(t, group[0], len(group), dout if group is groups[-1] else 0.0))
+        del saved["turned"]  # let go of group by group
         if not self.head_norms:
             t.free(saved.pop("y"))
-        found = []
-        for part, width in enumerate((core.heads * per_head, core.kv_heads * per_head, core.kv_heads * core.value_dim)):
-            flat = t.new(rows * width)
-            t.free(*(g[part] for g in grads))
-            placed = flat
+        found: list[float] = []
+        for part, width in ((2, core.kv_heads * core.value_dim), (1, core.kv_heads * core.head_dim),
+                            (0, core.heads * core.head_dim)):  # fmt: skip
+            placed = self._joined(t, width, groups)
             if not in_order:
-                placed = t.new(n * width)
+                flat, placed = placed, t.new(n * width)
                 t.free(flat)
+            t.free(*(g[part] for g in grads))
             picked = t.new(n * width)
             t.free(placed)
-            found.append(picked)
+            found.insert(0, picked)
         return tuple(found)
+
+    def _short_back(self, t: Tape, length: int, count: int, dout: float) -> tuple[float, float, float]:
+        """Gradients at a group's q, k and v; `dout` is let go of once it is laid out."""
+        core, element = self.core, t.element
+        q, out = (count * length * core.heads * size for size in (core.head_dim, core.value_dim))
+        k, v = (count * length * core.kv_heads * size for size in (core.head_dim, core.value_dim))
+        square = count * core.heads * length * length
+        laid = t.new(out)
+        t.free(dout)
+        dv, dweights = t.new(v), t.new(square)
+        t.free(laid, v * element)
+        dscores = t.new(square)
+        t.free(dweights, square * element)
+        dk, dfolded = t.new(k), t.new(q)
+        t.free(dscores, k * element, q * element)
+        dq = t.new(q)
+        t.free(dfolded)
+        return dq, dk, dv
+
+    def _long_back(self, t: Tape, length: int, count: int, dout: float) -> tuple[float, float, float]:
+        core, element = self.core, t.element
+        q, out = (count * length * core.heads * size for size in (core.head_dim, core.value_dim))
+        k, v = (count * length * core.kv_heads * size for size in (core.head_dim, core.value_dim))
+        dq, dk, dv = t.new(q), t.new(q), t.new(out)
+        t.free(dout, (2 * q + 2 * out) * element, count * length * core.heads * 4)
+        if core.heads == core.kv_heads:
+            return dq, dk, dv
+        summed = t.new(k)
+        t.free(dk)
+        dk = summed
+        summed = t.new(v)
+        t.free(dv)
+        return dq, dk, summed
 
 
 @dataclass(frozen=True)
@@ -373,8 +393,8 @@ class LayerParts:
         grad = t.new(width)
         t.free(dx)
         given = self._before(t, n, saved, "norm3")
-        dx = self.attention.backward(t, n, lengths, saved)
-        t.free(given, saved.pop("normed1"))
+        dx = self.attention.backward(t, n, lengths, saved, given)
+        t.free(saved.pop("normed1"))
         dx = self.norm.backward(t, n, saved, "norm1", dx)
         t.new(width)
         t.free(dx, grad)

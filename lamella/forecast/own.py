@@ -109,11 +109,10 @@ class OwnAttention(Attention):
             saved |= dict.fromkeys(gone, 0.0)
         return result
 
-    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved) -> float:
+    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved, dy: float) -> float:
         core = self.core
         dout = self.out.backward(t, n)
-        t.free(saved.pop("out_xa"))
-        saved["own_v"] = 0.0
+        t.free(saved.pop("out_xa"), dy, 0.0 if self.by_kernel else saved.pop("out"))
         dq, dk, dv = (self._kernel_back if self.by_kernel else self._torch_back)(t, n, lengths, saved, dout)
         before: list[float] = []
         for k, gradient in ((1, dk), (0, dq)):

@@ -203,7 +203,7 @@ def test_buffers_of_the_expert_kernels(opened):
     engine, shape, sites = opened("qwen3_moe", "bf16")
     ways = Ways.of("cpu", 2, True, False, torch.get_num_threads())
     assert expert_bytes(shape, sites, range(2), 200, ways) == _expert_bytes(engine.walk, 200)
-    engine.step([pack_rows([([1] * 200, [True] * 200)])], step_index=0, label_tokens=200)
+    engine.step([pack_rows([([1] * 200, [False] + [True] * 199)])], step_index=0, label_tokens=200)
     assert experts_cpu._rows[0].nbytes >= 200 * 2 * 128 * 2
     dense, shape, sites = opened("llama", "bf16")
     assert expert_bytes(shape, sites, range(2), 200, ways) == _expert_bytes(dense.walk, 200) == 0
