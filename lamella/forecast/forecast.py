@@ -223,8 +223,6 @@ def _helps(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
         times = now / (other[1].step_s / other[0].tokens)
         if times >= WORTH:
             found.append(Change(what, times, other[1].step_s))
-    if best.choice is not None:
-        found += [Change(text) for text in best.choice.suggestions if text.startswith("leave ")]
     return sorted(found, key=lambda change: -(change.times or 0.0))
 
 
@@ -243,6 +241,11 @@ def _faster(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tupl
     layer = max(x.store_bytes for x in q.shape.layers)
     gpu = forecaster.places[0].facts.kind == "cuda"
     streamed = max(rank.on_disk + rank.in_host for rank in best.ranks)
+    unlike = dict.fromkeys(place.facts.name for place in forecaster.places)
+    if len(unlike) > 1 and q.split.kind == "auto" and q.split.shares is None:
+        slowest = min(forecaster.places, key=lambda place: place.facts.matmul_flops_per_s).facts.name
+        out = [place.rank for place in forecaster.places if place.facts.name == slowest]
+        yield f"leave out {slowest}", _without(q, forecaster, out), False
     if on_disk:
         hosts = tuple(h.model_copy(update={"disk": h.disk and h.disk.model_copy(
             update={"read_bytes_per_s": 2 * h.disk.read_bytes_per_s})}) for h in m.hosts)  # fmt: skip

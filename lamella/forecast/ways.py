@@ -387,19 +387,18 @@ def _fill(choose: Callable[[int | None], process.Choice], have: int) -> Held:
     """Of a GPU: the engine's own share for weights where all fits so; else the budget for weights with which the peak comes near
     to the device's memory."""
     found, asked = choose(None), None
+    last = found
     if found.plan.peak_bytes <= have and not found.residency.streamed:
         return found, None
-    budget = found.residency.total_bytes
     for _ in range(FILL_TRIES):
-        spare = have - found.plan.peak_bytes
+        spare = have - last.plan.peak_bytes
         if 0 <= spare < have / 40:
             break
-        movable = found.boundary_room or 0.0
-        budget = max(round(budget + (spare - have / 100) / (1 + MARGIN_SHARE) + (movable if spare > 0 else 0)), 1)
-        tried = choose(budget)
-        if tried.plan.peak_bytes > have and found.plan.peak_bytes <= have:
-            break
-        found, asked, budget = tried, budget, min(budget, tried.residency.total_bytes)
+        budget = max(round(last.residency.total_bytes + (spare - have / 100) / (1 + MARGIN_SHARE)), 1)
+        last = choose(budget)
+        holds_more = last.residency.packed_bytes > found.residency.packed_bytes
+        if found.plan.peak_bytes > have or (last.plan.peak_bytes <= have and holds_more):
+            found, asked = last, budget
     return found, asked
 
 
