@@ -50,10 +50,12 @@ class Identity(Section):
     threads: int | None
     """Of a CPU."""
     dtype: Literal["bf16", "fp16", "fp32"]
+    kernels: bool = False
+    """Plans take its times from measured kernels; else from rates of the whole device, which are off by other factors."""
 
     def text(self) -> str:
         threads = "" if self.threads is None else f", {self.threads} threads"
-        return f"{self.device}{threads}, {self.dtype}"
+        return f"{self.device}{threads}, {self.dtype}, {'measured kernels' if self.kernels else 'rates alone'}"
 
 
 class Pass(Section):
@@ -117,7 +119,10 @@ class Calibration:
         if entry is None:
             others = "; ".join(e.identity.text() for e in self.entries)
             return [f"{FILE}: no run was on {identity.text()}, only on {others}"] if others else []
-        shown = ", ".join(f"{cause} x{factor:.2f}" for cause, factor in sorted(entry.factors.items()))
+        shown = ", ".join(
+            f"{cause} x{factor:.2f}" + (" (the most that is taken)" if factor in (LEAST, MOST) else "")
+            for cause, factor in sorted(entry.factors.items())
+        )
         runs = ", ".join(Path(run.run).name for run in entry.runs)
         return [f"calibrated by {len(entry.runs)} run{'s' * (len(entry.runs) > 1)} ({runs}): {shown}"]
 
@@ -280,7 +285,7 @@ def _check_effect(found: Measured, planned: Identity) -> None:
     assert found.receipt is not None
     engine = found.receipt["engine"]
     threads = engine["threads"] if str(engine["device"]).startswith("cpu") else None
-    effect = Identity(device=planned.device, threads=threads, dtype=engine["dtype"])
+    effect = planned.model_copy(update={"threads": threads, "dtype": engine["dtype"]})
     if effect != planned:
         raise UserError(f"the plan was for {planned.text()}, the run computed on {effect.text()}",
                         fix="calibrate with a run that did what its plan says", path=found.run)  # fmt: skip

@@ -147,6 +147,8 @@ def test_factors_stay_in_their_range(tmp_path):
     far = Times(experts=9.0, attention=9.0, dequantise_by=0.01)
     factors = calibrate(write_run(tmp_path / "run", Times(), far), tmp_path / FILE).factors(HERE)
     assert factors["experts"] == MOST and factors["dequantise"] == LEAST
+    (line,) = load_calibration(tmp_path / FILE).lines(HERE)
+    assert "experts x2.00 (the most that is taken)" in line
 
 
 def test_like_passes_alone_give_one_factor_and_noise_no_wild_ones():
@@ -180,15 +182,18 @@ def test_runs_that_show_nothing_are_refused(tmp_path, lacks):
 
 def test_a_run_that_did_not_do_what_it_was_planned_to_is_refused(tmp_path):
     run = write_run(tmp_path / "run", Times(), TRUTH, dtype="fp32")
-    with pytest.raises(UserError, match="plan was for G80, 2 threads, bf16, the run computed on G80, 2 threads, fp32"):
+    with pytest.raises(
+        UserError, match="plan was for G80, 2 threads, bf16, rates alone, the run computed on G80, 2 threads, fp32"
+    ):
         calibrate(run, tmp_path / FILE)
 
 
 def test_other_devices_and_older_code_are_not_used(learnt):
-    other = HERE.model_copy(update={"threads": 8})
-    calibration = load_calibration(learnt, [other, HERE])
-    assert calibration.factors(other) == {} and calibration.factors(HERE)
-    assert len(calibration.notices) == 1 and "8 threads" in calibration.notices[0]
+    for change in ({"threads": 8}, {"kernels": True}, {"device": "G40"}, {"dtype": "fp32"}):
+        other = HERE.model_copy(update=change)
+        calibration = load_calibration(learnt, [other, HERE])
+        assert calibration.factors(other) == {} and calibration.factors(HERE)
+        assert len(calibration.notices) == 1 and other.text() in calibration.notices[0]
     tree = json.loads(learnt.read_text())
     tree["entries"][0]["lamella"] = "0.0.1"
     learnt.write_text(json.dumps(tree))
