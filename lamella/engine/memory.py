@@ -288,8 +288,8 @@ def predict(
     probes = [probe_layer(walk, i, longest, largest) for i in _kinds(walk, first)]
     uses = [probe.at(largest) for probe in probes]
     boundary = float(int(skeleton.config.hidden_size) * size)
-    per_layer = max(sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in held_layers)
-    parameters = sum(p.numel() for i in held_layers for s in adapter.layer_sites(i) for p in adapter.pair(s.key))
+    per_layer = max(sum(s.numel for s in adapter.layer_sites(i)) for i in held_layers)
+    parameters = sum(s.numel for i in held_layers for s in adapter.layer_sites(i))
     in_memory = per_layer if state_on_disk else parameters
     rows, chunk = probe_head(walk, max(positions))
     copies = float(size * parameters) if kept else float(size * per_layer)

@@ -187,11 +187,13 @@ class LayerWeights:
         self.store, self.skeleton, self.device = store, skeleton, device
         self.bound: int | None = None
         self._filled: int | None = None
+        self._blanked = False
         self.gather: LayerGather | None = None
         self._together = False
         self.cuts: dict[str, Cut] = {}
         self._absent: frozenset[str] = frozenset()
         self._small: dict[str, Tensor] = {}
+        self._packable: dict[str, bool] = {}
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
         self.plans = plan_binding(skeleton, shapes, str(store.path))
         self._stored_dtypes = {
@@ -292,8 +294,11 @@ class LayerWeights:
         return self.skeleton.layers[plan.layer].get_submodule(path), key
 
     def _stays_packed(self, plan: ParamPlan) -> bool:
-        quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
-        return quantised and can_stay_packed(plan, self._owner(plan)[0], self.store.manifest.block_size)
+        if plan.name not in self._packable:
+            quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
+            block_size = self.store.manifest.block_size
+            self._packable[plan.name] = quantised and can_stay_packed(plan, self._owner(plan)[0], block_size)
+        return self._packable[plan.name]
 
     @property
     def buffer_bytes(self) -> int:
@@ -399,6 +404,7 @@ class LayerWeights:
     def _bind_layers(self) -> None:
         self._fills: list[list[Fill]] = []
         self._experts: list[list[ExpertBytes]] = []
+        self._at_work: list[ExpertBytes] = []
         for i in range(len(self.skeleton.layers)):
             plans = self._by_layer.get(i, [])
             self._fills.append(self._bind_layer(plans))
@@ -465,6 +471,7 @@ class LayerWeights:
         self.gather = None
         self.cuts, self._absent = dict(cuts), frozenset(absent)
         fixed = self.residency.fixed_bytes - self._buffer.nbytes
+        self._packable.clear()
         self._buffer = self._new_buffer()
         self._bind_layers()
         self._packed.clear()
@@ -500,9 +507,11 @@ class LayerWeights:
 
     def _let_go(self) -> None:
         """No layer is at work."""
-        for experts in self._experts[self._filled] if self._filled is not None else ():
+        for experts in self._at_work:
             experts.group = None
+        self._at_work = []
         self.bound = self._filled = None
+        self._blanked = False
 
     # ---- together with other ranks ----------------------------------------------------------------
 
@@ -664,15 +673,31 @@ class LayerWeights:
 
     def _fill(self, i: int, packed: PackedGroup) -> None:
         """Dequantise layer i into the place its modules look at."""
+        self._blanked = False
         with RECORDER.span("dequantise", f"layer {i}"):
             for fill in self._fills[i]:
                 fill.run(packed)
-        for other in self._experts[self._filled] if self._filled is not None else ():
+        self._put_to_work(i, packed)
+        self._filled = i
+
+    def _put_to_work(self, i: int, packed: PackedGroup) -> None:
+        for other in self._at_work:
             other.group = None
-        for experts in self._experts[i]:
+        self._at_work = self._experts[i]
+        for experts in self._at_work:
             experts.group = packed
         torch.autograd.graph.increment_version(self._buffer)
-        self._filled = i
+
+    def blank(self, i: int) -> None:
+        """Let layer i's modules look at zeros in the place of its quantised weights, until a layer is bound: for work whose
+        memory is looked at and not its values. Nothing is read, where bytes would come from disk."""
+        if self.copier is not None or self._maps or i in self._packed or self._ranges(i) is not None:
+            self.bind(i)
+            return
+        if not self._blanked:
+            self._buffer.zero_()
+        self._put_to_work(i, self.store.blank(i))
+        self._filled, self._blanked = None, True
 
     def _take(self, i: int) -> PackedGroup:
         """Layer i's bytes on the device."""
