@@ -42,6 +42,7 @@ from lamella.engine.gather import LayerGather, Peers
 from lamella.engine.parts import Held, covers, held_of, ranges_of
 from lamella.errors import UserError
 from lamella.hardware.memory import memory_limit_bytes
+from lamella.kernels import dequantize_nf4_many
 from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import Cut, ParamPlan
@@ -58,6 +59,8 @@ T = TypeVar("T")
 
 SHARED = "shared map"
 ALIGN_BYTES = 64
+MOST_JOBS = 64
+"""Tensors of a layer dequantised in one call; stacks of experts go by runs that lie side by side instead."""
 _PIECE_NUMEL = 8 << 20
 """Values converted at once."""
 
@@ -403,11 +406,13 @@ class LayerWeights:
 
     def _bind_layers(self) -> None:
         self._fills: list[list[Fill]] = []
+        self._jobs: list[Tensor | None] = []
         self._experts: list[list[ExpertBytes]] = []
         self._at_work: list[ExpertBytes] = []
         for i in range(len(self.skeleton.layers)):
             plans = self._by_layer.get(i, [])
             self._fills.append(self._bind_layer(plans))
+            self._jobs.append(self._jobs_of(i) if self.device.type == "cpu" else None)
             self._experts.append(self._bind_experts(plans))
 
     def _bind_layer(self, plans: list[ParamPlan]) -> list[Fill]:
@@ -429,6 +434,22 @@ class LayerWeights:
                 view = self._small[plan.name]
             _set(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
         return fills
+
+    def _jobs_of(self, i: int) -> Tensor | None:
+        """Layer i's fills for one call of the kernels, where all are whole tensors and few."""
+        fills = self._fills[i]
+        if any(fill.part is not None for fill in fills) or not 0 < sum(len(fill.names) for fill in fills) <= MOST_JOBS:
+            return None
+        records = {record.name: record for record in self.store.records(i)}
+        jobs = []
+        for fill in fills:
+            at = fill.out.storage_offset()
+            for name in fill.names:
+                parts = {part: offset for part, (offset, _) in records[name].parts.items()}
+                kinds = ("codes", "absmax", "absmax_q", "absmax_code", "absmax2", "offset")
+                jobs.append([*(parts.get(kind, -1) for kind in kinds), at, records[name].numel])
+                at += records[name].numel
+        return torch.tensor(jobs, dtype=torch.int64)
 
     def _bind_experts(self, plans: list[ParamPlan]) -> list[ExpertBytes]:
         """Hang the whereabouts of packed experts into their modules."""
@@ -675,8 +696,11 @@ class LayerWeights:
         """Dequantise layer i into the place its modules look at."""
         self._blanked = False
         with RECORDER.span("dequantise", f"layer {i}"):
-            for fill in self._fills[i]:
-                fill.run(packed)
+            if self._jobs[i] is not None and packed.buffer.device.type == "cpu":
+                dequantize_nf4_many(packed.buffer, self._jobs[i], self._buffer, packed.block_size)
+            else:
+                for fill in self._fills[i]:
+                    fill.run(packed)
         self._put_to_work(i, packed)
         self._filled = i
 
