@@ -630,8 +630,9 @@ class LayerWeights:
         """Dequantise layer i into the place its modules look at."""
         self._blanked = False
         with RECORDER.span("dequantise", f"layer {i}"):
-            if self._jobs[i] is not None and packed.buffer.device.type == "cpu":
-                dequantize_nf4_many(packed.buffer, self._jobs[i], self._buffer, packed.block_size)
+            jobs = self._jobs[i]
+            if jobs is not None and packed.buffer.device.type == "cpu":
+                dequantize_nf4_many(packed.buffer, jobs, self._buffer, packed.block_size)
             else:
                 for fill in self._fills[i]:
                     fill.run(packed)
