@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lamella"
 ORDER = ["errors", "units", "config", "console", "files", "trace", "hardware", "ranks", "kernels", "checkpoint", "store",
-         "models", "adapter", "data", "probe", "plan", "forecast", "engine", "train",
+         "models", "adapter", "data", "plan", "forecast", "engine", "probe", "train",
          "launch", "eval", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
 
 

@@ -42,8 +42,11 @@ def select(candidates: Sequence[Candidate], targets: str | tuple[str, ...]) -> l
     """Those that `lora.targets` names, in their order.
 
     Raises:
-        UserError: a name that matches nothing, or half of what experts hold in one weight.
+        UserError: a name that matches nothing, or half of what experts hold in one weight; nothing to choose from.
     """
+    if not candidates:
+        raise UserError("the model has no linear layer or expert weight that can have a LoRA pair",
+                        fix="this family is not supported yet")  # fmt: skip
     if isinstance(targets, str):
         return list(candidates)
     expanded = _expand_expert_aliases(targets, candidates)

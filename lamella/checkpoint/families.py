@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from lamella.checkpoint import kinds
 from lamella.checkpoint.blocks import (
     Tensors,
     attention,
@@ -24,75 +25,12 @@ from lamella.checkpoint.blocks import (
     routed,
 )
 from lamella.checkpoint.keys import Keys
+from lamella.checkpoint.kinds import LINEAR, KindRule, all_full
 
-FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 _TWO = ("input_layernorm", "post_attention_layernorm")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 _FOUR = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 LayerRule = Callable[[Keys, int], Tensors]
-KindRule = Callable[[Keys], list[str]]
-
-
-# ---- which layer attends how -----------------------------------------------------------------------
-
-
-def _all_full(k: Keys) -> list[str]:
-    return [FULL] * k.layers()
-
-
-def _window_everywhere(k: Keys) -> list[str]:
-    return [FULL if k.maybe("sliding_window") is None else SLIDING] * k.layers()
-
-
-def _window_if_used(k: Keys) -> list[str]:
-    return [SLIDING if k.flag("use_sliding_window") and k.maybe("sliding_window") else FULL] * k.layers()
-
-
-def _window_above(k: Keys) -> list[str]:
-    """Qwen: layers from `max_window_layers` on, where windows are used at all."""
-    used = k.flag("use_sliding_window") and k.maybe("sliding_window")
-    return [SLIDING if used and i >= k.size("max_window_layers", 0) else FULL for i in range(k.layers())]
-
-
-def _qwen2_moe_windows(k: Keys) -> list[str]:
-    used = k.flag("use_sliding_window") and k.maybe("sliding_window")
-    return [SLIDING if used and i % 2 == 0 and i < k.size("max_window_layers", 0) else FULL for i in range(k.layers())]
-
-
-def _every(period: int, key: str = "", last: str = FULL, others: str = SLIDING) -> KindRule:
-    """Every `period`-th layer is `last` (the number is `key`'s where that is said)."""
-
-    def rule(k: Keys) -> list[str]:
-        n = k.maybe(key) if key and k.get(key) is not None else period
-        return [last if n and (i + 1) % n == 0 else others for i in range(k.layers())]
-
-    return rule
-
-
-def _exaone(k: Keys) -> list[str]:
-    return _all_full(k) if k.maybe("sliding_window") is None else _every(4, "sliding_window_pattern")(k)
-
-
-def _without_rope(k: Keys) -> list[int]:
-    """One number a layer, 0 where it has no rotary embedding."""
-    said = k.numbers("no_rope_layers")
-    if said and len(said) != k.layers():
-        raise k.error(f"`no_rope_layers` has {len(said)} entries, `num_hidden_layers` is {k.layers()}")
-    return said or [int((i + 1) % k.size("no_rope_layer_interval") != 0) for i in range(k.layers())]
-
-
-def _smollm3(k: Keys) -> list[str]:
-    used = k.flag("use_sliding_window") and k.maybe("sliding_window")
-    return [SLIDING if used and not rope else FULL for rope in _without_rope(k)]
-
-
-def _llama4(k: Keys) -> list[str]:
-    chunked = k.maybe("attention_chunk_size") is not None
-    return [CHUNKED if rope and chunked else FULL for rope in _without_rope(k)]
-
-
-def _minimax_kinds(k: Keys) -> list[str]:
-    return [LINEAR if (i + 1) % 2 == 0 else FULL for i in range(k.layers())]
 
 
 # ---- layers ----------------------------------------------------------------------------------------
@@ -187,6 +125,11 @@ def _apertus(k: Keys, i: int) -> Tensors:
 def _mixtral(k: Keys, i: int) -> Tensors:
     experts = routed(k, k.size("intermediate_size"), "block_sparse_moe", leaves=("w1", "w3", "w2"))
     return attention(k) | experts | norms(_TWO, k.size("hidden_size"))
+
+
+def _phimoe(k: Keys, i: int) -> Tensors:
+    experts = routed(k, k.size("intermediate_size"), "block_sparse_moe", leaves=("w1", "w3", "w2"))
+    return attention(k, bias=k.flag("attention_bias")) | experts | norms(_TWO, k.size("hidden_size"), bias=True)
 
 
 def _minimax(k: Keys, i: int) -> Tensors:
@@ -364,7 +307,7 @@ class Family:
     """
 
     layer: LayerRule
-    kinds: KindRule = _all_full
+    kinds: KindRule = all_full
     final_norm: str = "rms"
     head_bias: str = ""
     predicts: bool = False
@@ -374,62 +317,67 @@ FAMILIES: Mapping[str, Family] = {
     "apertus": Family(_apertus),
     "arcee": Family(_arcee),
     "cohere": Family(_cohere),
-    "cohere2": Family(_plain(bias="attention_bias", names=("input_layernorm",)), _every(4, "sliding_window_pattern")),
+    "cohere2": Family(_plain(bias="attention_bias", names=("input_layernorm",)), kinds.every(4, "sliding_window_pattern")),
 
+    "cwm": Family(_plain(), kinds.full_first),
     "deepseek_v2": Family(_deepseek(False)),
     "deepseek_v3": Family(_deepseek(True), predicts=True),
-    "dots1": Family(_dots1, _window_above),
+    "dots1": Family(_dots1, kinds.dots1),
     "ernie4_5": Family(_ernie),
     "ernie4_5_moe": Family(_ernie_moe, head_bias="use_bias"),
-    "exaone4": Family(_plain(qk_norm="head", names=_AFTER), _exaone),
+    "exaone4": Family(_plain(qk_norm="head", names=_AFTER), kinds.exaone),
     "gemma": Family(_plain(bias="attention_bias")),
-    "gemma2": Family(_plain(bias="attention_bias", names=_FOUR), _every(2)),
+    "gemma2": Family(_plain(bias="attention_bias", names=_FOUR), kinds.every(2)),
     "gemma3_text": Family(
-        _plain(bias="attention_bias", qk_norm="head", names=_FOUR), _every(6, "sliding_window_pattern")
+        _plain(bias="attention_bias", qk_norm="head", names=_FOUR), kinds.every(6, "sliding_window_pattern")
     ),
     "glm": Family(_glm(_TWO)),
     "glm4": Family(_glm((*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"))),
     "glm4_moe": Family(_glm4_moe, predicts=True),
     "glm4_moe_lite": Family(_deepseek(True), predicts=True),
-    "gpt_oss": Family(_gpt_oss, _every(2)),
+    "gpt_oss": Family(_gpt_oss, kinds.every(2)),
     "granite": Family(_llama),
     "helium": Family(_llama),
     "hunyuan_v1_dense": Family(_hunyuan),
     "hunyuan_v1_moe": Family(_hunyuan_moe),
     "llama": Family(_llama),
-    "llama4_text": Family(_llama4_layer, _llama4),
-    "minimax": Family(_minimax, _minimax_kinds),
+    "llama4_text": Family(_llama4_layer, kinds.llama4),
+    "minimax": Family(_minimax, kinds.minimax),
     "minimax_m2": Family(_minimax_m2),
-    "ministral": Family(_plain(), _window_everywhere),
-    "ministral3": Family(_plain(), _window_everywhere),
-    "mistral": Family(_plain(), _window_everywhere),
-    "mixtral": Family(_mixtral, _window_everywhere),
+    "ministral": Family(_plain(), kinds.window_everywhere),
+    "ministral3": Family(_plain(), kinds.window_everywhere),
+    "mistral": Family(_plain(), kinds.window_everywhere),
+    "mixtral": Family(_mixtral, kinds.window_everywhere),
     "nemotron": Family(_nemotron, final_norm="layer"),
     "olmo": Family(_plain(bias="attention_bias", names=()), final_norm="none"),
     "olmo2": Family(_plain(bias="attention_bias", qk_norm="full", names=_AFTER)),
-    "olmo3": Family(_plain(bias="attention_bias", qk_norm="full", names=_AFTER), _every(4)),
+    "olmo3": Family(_plain(bias="attention_bias", qk_norm="full", names=_AFTER), kinds.every(4)),
     "olmoe": Family(_olmoe),
-    "phi3": Family(_phi3, _window_everywhere),
-    "qwen2": Family(_plain(bias=True, out_bias=False), _window_above),
-    "qwen2_moe": Family(_qwen2_moe, _qwen2_moe_windows),
-    "qwen3": Family(_plain(bias="attention_bias", qk_norm="head"), _window_above),
+    "phi3": Family(_phi3, kinds.window_everywhere),
+    "phimoe": Family(_phimoe, kinds.window_everywhere, final_norm="layer", head_bias="lm_head_bias"),
+    "qwen2": Family(_plain(bias=True, out_bias=False), kinds.window_above),
+    "qwen2_moe": Family(_qwen2_moe, kinds.qwen2_moe),
+    "qwen3": Family(_plain(bias="attention_bias", qk_norm="head"), kinds.window_above),
     "qwen3_5_moe_text": Family(
         _qwen_hybrid("qwen3_5_moe_text", True, lambda k, i: _qwen_experts(k, True)),
-        _every(4, "full_attention_interval", others=LINEAR),
+        kinds.every(4, "full_attention_interval", others=LINEAR),
     ),
     "qwen3_5_text": Family(
         _qwen_hybrid("qwen3_5_text", True, lambda k, i: gated_mlp(k, k.size("intermediate_size"))),
-        _every(4, "full_attention_interval", others=LINEAR),
+        kinds.every(4, "full_attention_interval", others=LINEAR),
     ),
-    "qwen3_moe": Family(_qwen3_moe, _window_if_used),
+    "qwen3_moe": Family(_qwen3_moe, kinds.window_if_used),
     "qwen3_next": Family(
         _qwen_hybrid("qwen3_next", False, lambda k, i: _qwen_mlp(k, i, True)),
-        _every(4, "full_attention_interval", others=LINEAR),
+        kinds.every(4, "full_attention_interval", others=LINEAR),
     ),
     "seed_oss": Family(_seed_oss),
-    "smollm3": Family(_llama, _smollm3),
+    "smollm3": Family(_llama, kinds.smollm3),
     "stablelm": Family(_stablelm, final_norm="layer"),
-    "starcoder2": Family(_starcoder2, _window_everywhere, final_norm="layer"),
+    "starcoder2": Family(_starcoder2, kinds.window_everywhere, final_norm="layer"),
+    "vaultgemma": Family(
+        _plain(bias="attention_bias", names=("input_layernorm", "pre_feedforward_layernorm")), kinds.every(2)
+    ),
 }  # fmt: skip
 
 

@@ -26,6 +26,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 8192, "intermediate_size": 22528, "max_position_embeddings": 8192, "num_attention_heads": 64,
         "num_hidden_layers": 40, "sliding_window": 4096, "tie_word_embeddings": True, "vocab_size": 256000,
     },
+    "cwm": {
+        "head_dim": 128, "hidden_size": 6144, "intermediate_size": 21504, "max_position_embeddings": 131072,
+        "num_attention_heads": 48, "num_hidden_layers": 64, "num_key_value_heads": 8, "sliding_window": 8192,
+        "vocab_size": 128256,
+    },
     "deepseek_v2": {
         "first_k_dense_replace": 0, "hidden_size": 4096, "intermediate_size": 11008, "kv_lora_rank": 512,
         "max_position_embeddings": 2048, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
@@ -177,6 +182,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 32,
         "num_hidden_layers": 32, "vocab_size": 32064,
     },
+    "phimoe": {
+        "hidden_size": 4096, "intermediate_size": 6400, "max_position_embeddings": 131072, "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+        "vocab_size": 32064,
+    },
     "qwen2": {
         "hidden_size": 4096, "intermediate_size": 22016, "max_position_embeddings": 32768, "max_window_layers": 28,
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "sliding_window": 4096,
@@ -236,5 +246,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 3072, "intermediate_size": 12288, "max_position_embeddings": 4096, "num_attention_heads": 24,
         "num_hidden_layers": 30, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_bias": True,
         "vocab_size": 49152,
+    },
+    "vaultgemma": {
+        "head_dim": 256, "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192,
+        "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "sliding_window": 4096,
+        "tie_word_embeddings": True, "vocab_size": 256000,
     },
 }  # fmt: skip

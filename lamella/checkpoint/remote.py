@@ -41,7 +41,7 @@ def read_remote(hub_id: str, endpoint: str | None = None) -> Remote:
     Raises:
         UserError: no such repository, or a private or gated one; no config.json; headers that cannot be read; no network.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -58,6 +58,7 @@ def read_remote(hub_id: str, endpoint: str | None = None) -> Remote:
     transport = [importlib.import_module(name).HTTPError for name in ("httpx", "httpx2") if find_spec(name)]
     api = HfApi(endpoint=endpoint)
     try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json", endpoint=endpoint))  # without the retries of a download
         path = Path(api.hf_hub_download(hub_id, "config.json"))
         config = read_json(path)
         try:

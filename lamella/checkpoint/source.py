@@ -206,10 +206,11 @@ def _read_sharded(path: Path, index: Path) -> tuple[list[TensorInfo], UserError 
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("has no weight_map", fix=_AGAIN, path=index)
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise UserError(f"names a file outside the folder: {name!r}", fix=_AGAIN, path=index)
-    shards = sorted(set(weight_map.values()))
+    names = weight_map.values()
+    strange = [n for n in names if not isinstance(n, str)] or [n for n in set(names) if Path(n).name != n]
+    if strange:
+        raise UserError(f"names a file outside the folder: {strange[0]!r}", fix=_AGAIN, path=index)
+    shards = sorted(set(names))
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
         raise UserError(f"weight files named by the index are missing: {', '.join(missing)}", fix=_AGAIN, path=path)

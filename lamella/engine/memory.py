@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lamella.engine.walk import Walk
-from lamella.forecast.blocks import expert_scratch_bytes
 from lamella.forecast.peak import MemoryPlan, Process, Trained, Work, compose
 from lamella.forecast.process import base_parts
+from lamella.forecast.routed import expert_scratch_bytes
 from lamella.forecast.use import Use
 from lamella.models import experts_cpu
 from lamella.models.layout import PackedBatch, pack_rows

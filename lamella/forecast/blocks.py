@@ -1,15 +1,15 @@
 """A decoder layer's parts as the engine computes them, played on paper (`tape.py`): norms, projections, attention, MLP, experts.
 
-Where a family's layer has no form known here, every matrix's output counts as kept, with what the attention and two rows of
-fp32 beside each norm take: an upper estimate.
+Fused modules are here; a family's own are in `own.py`, routed experts in `routed.py`. Where a layer has no form known here,
+`UnknownLayer` bounds it from above.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamella.forecast.routed import CudaExperts, Experts, expert_scratch_bytes
 from lamella.forecast.shape import Core, LayerShape, Matrix, ModelShape, Site
 from lamella.forecast.tape import (
     BACKWARD_SCRATCH,
@@ -19,78 +19,35 @@ from lamella.forecast.tape import (
     UNDIVIDED,
     WANTED_GRAINS,
     Linears,
+    Saved,
     Tape,
+    Ways,
     attention_chunks,
     groups_by_length,
 )
 
-HEAD_MAX, EXPERT_COLUMNS = 256, 64
-
-
-@dataclass(frozen=True)
-class Ways:
-    """How layers are computed: by the fused kernels of a CPU or the family's own modules; attention by the C kernels, CUDA's,
-    or torch's."""
-
-    fused: bool
-    cuda: bool
-    element: int
-    dropout: bool
-    threads: int
-
-    @staticmethod
-    def of(device_kind: str, element: int, fused: bool, dropout: bool, threads: int) -> Ways:
-        cuda = device_kind == "cuda"
-        return Ways(fused and not cuda, cuda, element, dropout, threads)
-
-
-Saved = dict[str, float]
+HEAD_MAX = 256
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of rows."""
+    """RMS norm of rows, fused: keeps its input and the inverse roots."""
 
     width: int
-    fused: bool
 
-    def forward(self, t: Tape, n: int, into: Saved, name: str) -> float:
-        """Bytes of the output; what its backward needs beside the input goes into `into`."""
-        if self.fused:
-            y = t.new(n * self.width)
-            into[name] = sum(t.let_go(t.new(n, 4)))
-            return y
-        if t.element == 4:  # the family's own: square, mean, root, product, weight
-            square = t.new(n * self.width, 4)
-            roots = t.new(n, 4) + t.new(n, 4)
-            t.free(square)
-            scaled = t.new(n * self.width, 4)
-            y = t.new(n * self.width)
-            into[name] = sum(t.let_go(roots))
-            t.free(scaled)
-            return y
-        wide = t.new(n * self.width, 4)
-        square = t.new(n * self.width, 4)
-        roots = t.new(n, 4) + t.new(n, 4)
-        t.free(square)
-        scaled = t.new(n * self.width, 4)
-        narrow = t.new(n * self.width)
-        t.free(scaled)
+    def keeps_input(self, t: Tape) -> bool:
+        return True
+
+    def forward(self, t: Tape, n: int, saved: Saved, name: str) -> float:
+        """Bytes of the output; what its backward needs beside the input goes into `saved`."""
         y = t.new(n * self.width)
-        t.free(narrow)
-        into[name] = sum(t.let_go(wide, roots))
+        saved[name] = sum(t.let_go(t.new(n, 4)))
         return y
 
     def backward(self, t: Tape, n: int, saved: Saved, name: str, dy: float) -> float:
         """Bytes of the gradient at the input."""
-        if self.fused:
-            dx = t.new(n * self.width)
-            t.free(dy, saved.pop(name))
-            return dx
-        wide = [t.new(n * self.width, 4) for _ in range(3)]
-        t.free(dy, saved.pop(name))
         dx = t.new(n * self.width)
-        t.free(*wide)
+        t.free(dy, saved.pop(name))
         return dx
 
 
@@ -108,7 +65,7 @@ class Attention:
     @property
     def by_kernel(self) -> bool:
         fits = all(size % 32 == 0 and 0 < size <= HEAD_MAX for size in (self.core.head_dim, self.core.value_dim))
-        return self.ways.cuda or (fits and self.ways.element == 2 and self.ways.fused)
+        return self.ways.cuda or (fits and self.ways.element == 2 and self.ways.kernels)
 
     def forward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved) -> float:
         """Bytes of the result; its input is the caller's."""
@@ -129,11 +86,15 @@ class Attention:
             saved |= dict.fromkeys(gone, 0.0)
         return result
 
-    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved, dy: float, own_dy: bool) -> float:
-        """Bytes of the gradient at the input; `own_dy`: the given gradient may be freed."""
-        core = self.core
+    keeps_input = False
+    """It is a norm's output, which is made again in the backward pass."""
+
+    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved, dy: float) -> float:
+        """Bytes of the gradient at the input; `dy`: of the given one, as far as nobody else needs it."""
         dout = self.out.backward(t, n)
-        t.free(saved.pop("out_xa"), dy if own_dy else 0.0)  # a dropout mask lives as long as the graph
+        t.free(
+            saved.pop("out_xa"), dy, 0.0 if self.by_kernel else saved.pop("out")
+        )  # a dropout mask lives as long as the graph
         dqkv = (self._kernel_back if self.by_kernel else self._torch_back)(t, n, lengths, saved, dout)
         dy_all = t.new(n * self.qkv.wide)
         dx, dxa = self.qkv.input_gradient(t, n)
@@ -143,7 +104,6 @@ class Attention:
         t.free(dy_all, dxa, again, *dqkv, saved.pop("xa"))
         if self.head_norms:
             t.free(saved.pop("y"))
-        assert core.heads
         picked = t.new(n * self.hidden)  # the gradient of `hidden_states[0]`
         t.free(dx)
         return picked
@@ -205,21 +165,25 @@ class Attention:
             results.append(result)
             kept += more
         long = sum(g[0] * len(g) for g in groups if g[0] > SHORT_CPU)
-        flat = t.new(rows * core.heads * core.value_dim)
-        out = flat if in_order else t.new(n * core.heads * core.value_dim)
-        saved["groups"] = kept
+        width = core.heads * core.value_dim
+        flat = self._joined(t, width, groups)
+        out = t.new(n * width) if not in_order else flat or results.pop()
         freed = list(split) + results + ([] if in_order else [flat])
-        if t.keeps:
-            stay_q = long * sizes[0] * t.element
-            repeated = core.heads > core.kv_heads
-            stay_kv = [(rows - long if repeated else rows) * w * t.element for w in sizes[1:]]
-            stay_out = long * core.heads * core.value_dim * t.element
-            stay = stay_q + sum(stay_kv) + stay_out
-            saved["split"] = stay
-            t.free(sum(freed) - stay)
-        else:
+        if not t.keeps:
             t.free(sum(freed) + kept)
+            return out
+        repeated = core.heads > core.kv_heads
+        stay = long * (sizes[0] + width) * t.element
+        stay += sum((rows - long if repeated else rows) * w * t.element for w in sizes[1:])
+        t.free(sum(freed) - stay)
         return out
+
+    @staticmethod
+    def _joined(t: Tape, width: int, groups: list[list[int]]) -> float:
+        """Groups laid out by rows (one sequence alone lies so) and, where there are several, put one after the other: bytes of
+        all that is then alive."""
+        laid = t.new(width * sum(g[0] * len(g) for g in groups if len(g) > 1))
+        return laid + (t.new(width * sum(g[0] * len(g) for g in groups)) if len(groups) > 1 else 0.0)
 
     def _group(self, t: Tape, length: int, count: int) -> tuple[float, float]:
         core = self.core
@@ -252,48 +216,62 @@ class Attention:
         core, groups = self.core, groups_by_length(lengths)
         in_order = len(groups) == 1 and len(set(lengths)) <= 1
         rows = sum(group[0] * len(group) for group in groups)
-        per_head = core.head_dim
         if not in_order:
             gathered = t.new(rows * core.heads * core.value_dim)
             t.free(dout)
             dout = gathered
         grads = []
         for group in groups:
-            length, count = group[0], len(group)
-            q = count * length * core.heads * per_head
-            kv = count * length * core.kv_heads * per_head
-            if length <= SHORT_CPU:
-                laid = t.new(count * length * core.heads * core.value_dim)
-                dv = t.new(kv)
-                dweights = t.new(count * core.heads * length * length)
-                t.free(laid)
-                dscores = t.new(count * core.heads * length * length)
-                t.free(dweights)
-                dk, dfolded = t.new(kv), t.new(q)
-                t.free(dscores)
-                dq = t.new(q)
-                t.free(dfolded)
-            else:
-                made = t.new(q) + t.new(q) + t.new(q)
-                dk, dv = t.new(kv), t.new(kv)
-                dq = q * t.element
-                t.free(made - dq)
-            grads.append((dq, dk, dv))
-        t.free(dout, saved.pop("out"), saved.pop("turned"), saved.pop("groups"), saved.pop("split"))
+            back = self._short_back if group[0] <= SHORT_CPU else self._long_back
+            grads.append(back(t, group[0], len(group), dout if group is groups[-1] else 0.0))
+        del saved["turned"]  # let go of group by group
         if not self.head_norms:
             t.free(saved.pop("y"))
-        found = []
-        for part, width in enumerate((core.heads * per_head, core.kv_heads * per_head, core.kv_heads * core.value_dim)):
-            flat = t.new(rows * width)
-            t.free(*(g[part] for g in grads))
-            placed = flat
+        found: list[float] = []
+        for part, width in ((2, core.kv_heads * core.value_dim), (1, core.kv_heads * core.head_dim),
+                            (0, core.heads * core.head_dim)):  # fmt: skip
+            placed = self._joined(t, width, groups)
             if not in_order:
-                placed = t.new(n * width)
+                flat, placed = placed, t.new(n * width)
                 t.free(flat)
+            t.free(*(g[part] for g in grads))
             picked = t.new(n * width)
             t.free(placed)
-            found.append(picked)
+            found.insert(0, picked)
         return tuple(found)
+
+    def _short_back(self, t: Tape, length: int, count: int, dout: float) -> tuple[float, float, float]:
+        """Gradients at a group's q, k and v; `dout` is let go of once it is laid out."""
+        core, element = self.core, t.element
+        q, out = (count * length * core.heads * size for size in (core.head_dim, core.value_dim))
+        k, v = (count * length * core.kv_heads * size for size in (core.head_dim, core.value_dim))
+        square = count * core.heads * length * length
+        laid = t.new(out)
+        t.free(dout)
+        dv, dweights = t.new(v), t.new(square)
+        t.free(laid, v * element)
+        dscores = t.new(square)
+        t.free(dweights, square * element)
+        dk, dfolded = t.new(k), t.new(q)
+        t.free(dscores, k * element, q * element)
+        dq = t.new(q)
+        t.free(dfolded)
+        return dq, dk, dv
+
+    def _long_back(self, t: Tape, length: int, count: int, dout: float) -> tuple[float, float, float]:
+        core, element = self.core, t.element
+        q, out = (count * length * core.heads * size for size in (core.head_dim, core.value_dim))
+        k, v = (count * length * core.kv_heads * size for size in (core.head_dim, core.value_dim))
+        dq, dk, dv = t.new(q), t.new(q), t.new(out)
+        t.free(dout, (2 * q + 2 * out) * element, count * length * core.heads * 4)
+        if core.heads == core.kv_heads:
+            return dq, dk, dv
+        summed = t.new(k)
+        t.free(dk)
+        dk = summed
+        summed = t.new(v)
+        t.free(dv)
+        return dq, dk, summed
 
 
 @dataclass(frozen=True)
@@ -305,6 +283,8 @@ class Mlp:
     first: Linears
     down: Linears
     ways: Ways
+
+    keeps_input = False
 
     def forward(self, t: Tape, n: int, saved: Saved, name: str) -> float:
         both, xa = self.first.forward(t, n)
@@ -332,203 +312,6 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Router and routed gated experts."""
-
-    hidden: int
-    inner: int
-    experts: int
-    active: int
-    rank1: int
-    rank2: int
-    ways: Ways
-
-    @property
-    def by_kernel(self) -> bool:
-        """The fused kernels on packed weights serve them."""
-        ways = self.ways
-        fits = self.hidden % EXPERT_COLUMNS == 0 and self.inner % EXPERT_COLUMNS == 0
-        drops = ways.dropout and (self.rank1 or self.rank2)
-        return bool(ways.fused and ways.element == 2 and fits and not drops)
-
-    def _route(self, t: Tape, n: int, saved: Saved) -> float:
-        """Router: bytes of the weights that the experts take."""
-        logits = t.new(n * self.experts)
-        t.multiply("mm", (n, self.hidden, True), (self.hidden, self.experts, False))
-        wide = t.new(n * self.experts, 4) if t.element < 4 else 0.0
-        chances = t.new(n * self.experts, 4)
-        t.free(wide)
-        chosen, values = t.new(n * self.active, 8), t.new(n * self.active, 4)
-        total = t.new(n, 4)
-        saved["router"] = sum(t.let_go(chances, total, chosen))
-        if t.keeps:
-            saved["router"] += t.new(n * self.active, 4)
-        else:
-            t.live += chosen
-        if t.element < 4:
-            narrow = t.new(n * self.active)
-            t.free(values)
-            values = narrow
-        saved["logits"] = logits
-        if not t.keeps:
-            saved["chosen"] = chosen
-        return values
-
-    def forward(self, t: Tape, n: int, saved: Saved) -> float:
-        weights = self._route(t, n, saved)
-        y = (self._kernel if self.by_kernel else self._one_by_one)(t, n, saved)
-        if self.by_kernel or not t.keeps:
-            t.free(weights)
-        else:
-            saved["e.weights"] = weights
-        if not t.keeps:
-            t.free(saved.pop("chosen"))
-        return y
-
-    def _kernel(self, t: Tape, n: int, saved: Saved) -> float:
-        rows = n * self.active
-        weights = t.new(rows, 4)
-        table = t.new(self.experts + 1, 4) + t.new(rows, 4) + t.new(rows, 4) + t.new(rows, 4)
-        kept = 0.0
-        if t.keeps:
-            kept = t.new(2 * rows * self.inner) + t.new(rows * self.rank1) + t.new(rows * self.rank2)
-        y = t.new(n * self.hidden)
-        t.free(weights)
-        saved["experts"] = kept + sum(t.let_go(table))
-        return y
-
-    def _one_by_one(self, t: Tape, n: int, saved: Saved) -> float:
-        rows = self._rows(n)
-        self._count_products(t, n)
-        places = t.new(5 * n * self.active + 2 * rows, 8)
-        x = t.new(rows * self.hidden)
-        both, xa1 = self._grouped(t, rows, self.hidden, 2 * self.inner, self.rank1)
-        act, inner = t.new(rows * self.inner), t.new(rows * self.inner)
-        t.free(0.0 if t.keeps else act)
-        y, xa2 = self._grouped(t, rows, self.inner, self.hidden, self.rank2)
-        out = t.new(n * self.hidden, 4)
-        t.free(t.new(n * self.hidden) + (t.new(n * self.hidden, 4) if t.element < 4 else 0.0))
-        if t.element < 4:
-            narrow = t.new(n * self.hidden)
-            t.free(out)
-            out = narrow
-        if not t.keeps:
-            t.free(places, x, both, inner, y)
-            return out
-        slots = n * self.active * 8.0
-        t.free(places - slots, *(() if self.rank1 else (x,)), *(() if self.rank2 else (inner,)))
-        saved |= {"e.y": y, "e.slots": slots, "e.both": both, "e.act": act, "e.xa1": xa1, "e.xa2": xa2,
-                  "e.x": x if self.rank1 else 0.0, "e.inner": inner if self.rank2 else 0.0}  # fmt: skip
-        return out
-
-    def _count_products(self, t: Tape, n: int) -> None:
-        """Every number of rows an expert has is a shape: its mean within two standard deviations, in steps of 16."""
-        mean = n * self.active / self.experts
-        steps = math.ceil(4 * math.sqrt(mean) / 16) + 1
-        for step in range(steps):
-            for which, rank in enumerate((self.rank1, self.rank2)):
-                for product in range(8 if rank else 2):
-                    t.multiply("expert", (step, which, True), (product, rank, True))
-
-    def _grouped(self, t: Tape, rows: int, inputs: int, outputs: int, rank: int) -> tuple[float, float]:
-        """Bytes of one projection of all experts, of x A^T as far as it is kept (a dropout mask is, to the end)."""
-        mask = dropped = 0.0
-        if rank and self.ways.dropout:
-            bits, ones = t.new(rows * inputs, 1), t.new(rows * inputs)
-            mask = t.new(rows * inputs)
-            t.free(ones)
-            y = t.new(rows * outputs)
-            xa = t.new(rows * rank)
-            dropped = t.new(rows * inputs)
-            t.free(bits)
-        else:
-            y, xa = t.new(rows * outputs), t.new(rows * rank)
-        t.free(dropped)
-        if t.keeps:
-            return y, xa
-        t.free(xa, mask)
-        return y, 0.0
-
-    def _rows(self, n: int) -> int:
-        """(token, expert) rows; in bf16 on a CPU each expert's are filled up to 16, half of that on average."""
-        rows = n * self.active
-        return rows if self.ways.cuda or self.ways.element == 4 else rows + 8 * min(self.experts, rows)
-
-    def backward(self, t: Tape, n: int, saved: Saved, x: float) -> float:
-        """Bytes of the gradient at the input; x: of the input, which the graph kept."""
-        dx, dweights = (self._kernel_back if self.by_kernel else self._one_by_one_back)(t, n, saved)
-        t.free(x)
-        few = [t.new(n * self.active, 4) for _ in range(4)]
-        t.free(dweights, *few)
-        spread = t.new(n * self.experts, 4)
-        dlogits = t.new(n * self.experts, 4)
-        t.free(spread, dlogits, saved.pop("router"))
-        narrow = t.new(n * self.experts)
-        through = t.new(n * self.hidden)
-        t.multiply("mm", (n, self.experts, True), (self.experts, self.hidden, True))
-        t.free(narrow)
-        total = t.new(n * self.hidden)
-        t.free(through, dx)
-        return total
-
-    def leaf_bytes(self, t: Tape) -> float:
-        e = self.experts
-        made = 0.0
-        if self.rank1:
-            made += t.new(e * self.rank1 * self.hidden) + t.new(e * 2 * self.inner * self.rank1)
-        return made
-
-    def leaf_bytes_down(self, t: Tape) -> float:
-        e = self.experts
-        return t.new(e * self.rank2 * self.inner) + t.new(e * self.hidden * self.rank2) if self.rank2 else 0.0
-
-    def _kernel_back(self, t: Tape, n: int, saved: Saved) -> tuple[float, float]:
-        rows = n * self.active
-        dweight = t.new(rows, 4)
-        self.leaf_bytes(t)
-        self.leaf_bytes_down(t)
-        dx = t.new(n * self.hidden)
-        gathered = t.new(rows, 4) + t.new(rows, 4)
-        t.free(dweight, gathered, saved.pop("experts"))
-        return dx, t.new(rows)
-
-    def _one_by_one_back(self, t: Tape, n: int, saved: Saved) -> tuple[float, float]:
-        rows, wide = self._rows(n), t.element < 4
-        dy, dweights = t.new(rows * self.hidden), t.new(n * self.active)
-        grad = t.new(n * self.hidden)
-        wider = t.new(n * self.hidden, 4) if wide else 0.0
-        picked = t.new(n * self.hidden)
-        if wide:
-            wider += t.new(n * self.hidden, 4)
-            t.free(picked)
-        product = t.new(n * self.hidden, 4)
-        picked = wider if wide else picked
-        t.free(grad, picked, product, saved.pop("e.y"), saved.pop("e.weights"))
-        dinner = t.new(rows * self.inner)
-        self.leaf_bytes_down(t)
-        t.free(t.new(rows * self.inner) if self.rank2 and self.ways.dropout else 0.0)
-        t.free(dy, saved.pop("e.inner"), saved.pop("e.xa2"))
-        dact, dup = t.new(rows * self.inner), t.new(rows * self.inner)
-        t.free(dinner, saved.pop("e.act"))
-        dgate = t.new(rows * self.inner)
-        t.free(dact, saved.pop("e.both"))
-        both = t.new(2 * rows * self.inner)
-        t.free(dgate, dup)
-        dx_rows = t.new(rows * self.hidden)
-        self.leaf_bytes(t)
-        t.free(t.new(rows * self.hidden) if self.rank1 and self.ways.dropout else 0.0)
-        t.free(both, saved.pop("e.x"), saved.pop("e.xa1"))
-        summed = t.new(n * self.hidden, 4)
-        t.free(t.new(n * self.hidden))
-        if wide:
-            narrow = t.new(n * self.hidden)
-            t.free(summed)
-            summed = narrow
-        t.free(dx_rows, saved.pop("e.slots"))
-        return summed, dweights
-
-
-@dataclass(frozen=True)
 class LayerParts:
     """A pre-norm decoder layer: x + attention(norm(x)), then + mlp(norm(.)), or routed (and shared) experts in its place."""
 
@@ -537,16 +320,30 @@ class LayerParts:
     attention: Attention
     mlp: Mlp | None
     experts: Experts | None
+    sandwich: bool = False
+    """Attention's and the MLP's results pass a norm too."""
+
+    def _after(self, t: Tape, n: int, y: float, saved: Saved, name: str) -> float:
+        if not self.sandwich:
+            return y
+        normed = self.norm.forward(t, n, saved, name)
+        self._done(t, y, saved, f"{name}.input", self.norm.keeps_input(t))
+        return normed
+
+    def _before(self, t: Tape, n: int, saved: Saved, name: str) -> float:
+        """Going back through such a norm: bytes of its gradient, to be freed."""
+        if not self.sandwich:
+            return 0.0
+        dx = self.norm.backward(t, n, saved, name, 0.0)
+        t.free(saved.pop(f"{name}.input"))
+        return dx
 
     def forward(self, t: Tape, n: int, lengths: Sequence[int]) -> Saved:
         saved: Saved = {}
         width = n * self.hidden
-        fused = self.norm.fused
         normed = self.norm.forward(t, n, saved, "norm1")
-        attended = self.attention.forward(t, n, lengths, saved)
-        kept = self._keeps_normed(self.attention.qkv, fused)
-        saved["normed1"] = normed if kept and t.keeps else 0.0
-        t.free(0.0 if kept and t.keeps else normed)
+        attended = self._after(t, n, self.attention.forward(t, n, lengths, saved), saved, "norm3")
+        self._done(t, normed, saved, "normed1", self.attention.keeps_input)
         middle = t.new(width)
         t.free(attended)
         normed = self.norm.forward(t, n, saved, "norm2")
@@ -559,24 +356,28 @@ class LayerParts:
                 more = total
             y = more
         by_kernel = self.experts is not None and self.experts.by_kernel
-        kept = by_kernel or (self.mlp is not None and self._keeps_normed(self.mlp.first, fused))
-        saved["normed2"] = normed if kept and t.keeps else 0.0
-        t.free(0.0 if kept and t.keeps else normed)
+        self._done(t, normed, saved, "normed2", by_kernel or (self.mlp is not None and self.mlp.keeps_input))
+        y = self._after(t, n, y, saved, "norm4")
         out = t.new(width)
         t.free(y)
-        saved["middle"] = middle
+        self._done(t, middle, saved, "middle", self.norm.keeps_input(t))
         if not t.keeps:
-            t.free(middle, out, saved.pop("logits", 0.0))
+            t.free(out, saved.pop("logits", 0.0))
         return saved
 
     @staticmethod
-    def _keeps_normed(linears: Linears, fused: bool) -> bool:
-        """Without fused modules a norm's output is kept where a LoRA pair reads it."""
-        return not fused and bool(linears.rank)
+    def _done(t: Tape, nbytes: float, saved: Saved, name: str, kept: bool) -> None:
+        """A tensor is used for the last time, but for a graph that keeps it."""
+        if kept and t.keeps:
+            saved[name] = nbytes
+        else:
+            saved[name] = 0.0
+            t.free(nbytes)
 
     def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved) -> None:
         width = n * self.hidden
         dx = 0.0
+        given = self._before(t, n, saved, "norm4")
         if self.mlp is not None:
             dx = self.mlp.backward(t, n, saved, "mlp")
         if self.experts is not None:
@@ -586,13 +387,14 @@ class LayerParts:
                 t.free(dx, more)
                 more = total
             dx = more
-        t.free(saved.pop("normed2", 0.0))
+        t.free(given, saved.pop("normed2", 0.0))
         dx = self.norm.backward(t, n, saved, "norm2", dx)
         t.free(saved.pop("middle"))
         grad = t.new(width)
         t.free(dx)
-        dx = self.attention.backward(t, n, lengths, saved, grad, own_dy=False)
-        t.free(saved.pop("normed1", 0.0))
+        given = self._before(t, n, saved, "norm3")
+        dx = self.attention.backward(t, n, lengths, saved, given)
+        t.free(saved.pop("normed1"))
         dx = self.norm.backward(t, n, saved, "norm1", dx)
         t.new(width)
         t.free(dx, grad)
@@ -616,9 +418,17 @@ def has_head_norms(hidden: int, layer: LayerShape) -> bool:
     return core is not None and layer.other_parameters - 2 * core.head_dim in (2 * hidden, 4 * hidden)
 
 
-def parts_of(shape: ModelShape, layer: int, sites: Sequence[Site], ways: Ways) -> LayerParts:
-    """The parts of one layer of a known form."""
+def has_norms_after(hidden: int, layer: LayerShape) -> bool:
+    """Four norms, as in Gemma 2 and 3."""
+    beside = 2 * layer.core.head_dim if layer.core is not None and has_head_norms(hidden, layer) else 0
+    return layer.other_parameters - beside == 4 * hidden
+
+
+def parts_of(shape: ModelShape, layer: int, sites: Sequence[Site], ways: Ways) -> LayerParts | UnknownLayer:
+    """The parts of one layer, or an upper estimate where it is of no known form."""
     own = shape.layers[layer]
+    if not is_known(own):
+        return UnknownLayer.of(shape, layer, sites)
     ranks = {s.matrix.name: s.rank for s in sites if s.layer == layer}
     single = {_last(m.name): m for m in own.matrices if not m.fused_experts}
     core = own.core
@@ -628,7 +438,9 @@ def parts_of(shape: ModelShape, layer: int, sites: Sequence[Site], ways: Ways) -
         of = tuple(ranks.get(m.name, 0) for m in matrices)
         return Linears(matrices[0].inputs, tuple(m.outputs for m in matrices), of, ways.dropout, grouped)
 
-    attention = Attention(
+    from lamella.forecast.own import OwnAttention, OwnMlp, OwnNorm
+
+    attention = (Attention if ways.fused else OwnAttention)(
         shape.hidden, core, has_head_norms(shape.hidden, own),
         linears([single[f"{x}_proj"] for x in "qkv"], ways.fused), linears([single["o_proj"]], False), ways,
     )  # fmt: skip
@@ -636,34 +448,62 @@ def parts_of(shape: ModelShape, layer: int, sites: Sequence[Site], ways: Ways) -
     if "down_proj" in single:
         first = [single[x] for x in ("gate_proj", "up_proj", "gate_up_proj") if x in single]
         down = single["down_proj"]
-        mlp = Mlp(shape.hidden, down.inputs, linears(first, ways.fused), linears([down], ways.fused), ways)
+        mlp = (Mlp if ways.fused else OwnMlp)(
+            shape.hidden, down.inputs, linears(first, ways.fused), linears([down], ways.fused), ways
+        )
     routed = {_last(m.name): m for m in own.matrices if m.fused_experts}
     experts = None
     if routed:
         up, down = routed.get("gate_up_proj", routed.get("up_proj")), routed["down_proj"]
         assert up is not None
-        experts = Experts(shape.hidden, down.inputs, down.experts, down.active, ranks.get(up.name, 0),
+        experts = (CudaExperts if ways.cuda else Experts)(shape.hidden, down.inputs, down.experts, down.active, ranks.get(up.name, 0),
                           ranks.get(down.name, 0), ways)  # fmt: skip
-    return LayerParts(shape.hidden, Norm(shape.hidden, ways.fused), attention, mlp, experts)
+    norm = Norm(shape.hidden) if ways.fused else OwnNorm(shape.hidden)
+    return LayerParts(shape.hidden, norm, attention, mlp, experts, has_norms_after(shape.hidden, own))
 
 
-def vocabulary_loss(rows: int, hidden: int, vocab: int, element: int) -> float:
-    """The loss slice by slice of the vocabulary on a CUDA device."""
-    return float(rows * hidden * (4 * element + 4))
+@dataclass(frozen=True)
+class UnknownLayer:
+    """A layer of no known form: an upper estimate.
 
+    Every matrix's output and one more result of its size are kept, inputs of LoRA pairs, four states and two fp32 ones; on
+    the way three results of the widest matrix beside.
+    """
 
-def expert_scratch_bytes(hidden: int, inner: int, rank1: int, rank2: int) -> float:
-    """Bytes of a thread's scratch in `kernels/cpu/amx_experts.c`, for backward."""
-    h, i, chunk = hidden, inner, max(32, min(512, (1 << 20) // (2 * hidden) // 32 * 32))
-    tiles, kh, ki = chunk // 16, h // 32, i // 32
-    r1, r2 = (-(-r // 16) for r in (rank1, rank2))
-    k1, k2 = (-(-r // 32) for r in (rank1, rank2))
-    in_tiles = tiles * (kh + 3 * ki + 2 * k1 + 2 * k2)
-    in_tiles += (r1 + 1) * kh + 2 * i // 16 * k1 + r1 * 2 * ki + (r2 + 1) * ki + h // 16 * k2 + r2 * kh
-    in_tiles += h // 16 * k1 + i // 16 * k2 + (max(r1, r2) * 4 + 2) * chunk // 32
-    padded1, padded2 = (-(-r // 2) * 2 * 4 * 256 for r in (r1, r2))
-    floats = 3 * h * i // 64 + 16 * 256 + chunk * 16 + padded1 * (h // 32 + 2 * i // 32) + padded2 * (i // 32 + h // 32)
-    return float(in_tiles * 1024 + 2 * 2 * 64 * max(h, i) + 4 * floats)
+    hidden: int
+    results: int
+    inputs: int
+    widest: int
+    leaf_values: int
+    core: Core | None
+
+    @staticmethod
+    def of(shape: ModelShape, layer: int, sites: Sequence[Site]) -> UnknownLayer:
+        own = shape.layers[layer]
+        ranks = {s.matrix.name: s.rank for s in sites if s.layer == layer}
+        return UnknownLayer(
+            shape.hidden,
+            sum(2 * m.outputs * m.active + ranks.get(m.name, 0) * m.active for m in own.matrices),
+            sum(m.inputs * m.active for m in own.matrices if m.name in ranks),
+            max((m.outputs * m.active for m in own.matrices), default=shape.hidden),
+            sum(s.parameters for s in sites if s.layer == layer), own.core,
+        )  # fmt: skip
+
+    def forward(self, t: Tape, n: int, lengths: Sequence[int]) -> Saved:
+        kept = t.new(n * (self.results + self.inputs + 4 * self.hidden)) + t.new(2 * n * self.hidden, 4)
+        if self.core is not None:
+            kept += t.new(n * 2 * self.core.heads * (self.core.head_dim + self.core.value_dim))
+        on_the_way = t.new(3 * n * self.widest)
+        t.free(on_the_way)
+        if not t.keeps:
+            t.free(kept)
+        return {"all": kept}
+
+    def backward(self, t: Tape, n: int, lengths: Sequence[int], saved: Saved) -> None:
+        t.new(self.leaf_values)
+        t.new(3 * n * self.widest + 2 * n * self.hidden)
+        t.new(3 * n * self.hidden, 4)
+        t.free(saved.pop("all"))
 
 
 def expert_bytes(shape: ModelShape, sites: Sequence[Site], layers: range, tokens: int, ways: Ways) -> float:
@@ -672,7 +512,8 @@ def expert_bytes(shape: ModelShape, sites: Sequence[Site], layers: range, tokens
     for i in layers:
         if not any(m.fused_experts for m in shape.layers[i].matrices):
             continue
-        experts = parts_of(shape, i, sites, ways).experts
+        parts = parts_of(shape, i, sites, ways)
+        experts = parts.experts if isinstance(parts, LayerParts) else None
         if experts is not None and experts.by_kernel:
             rows = float(ways.element * tokens * experts.active * experts.hidden)
             found = max(

@@ -50,10 +50,12 @@ class Identity(Section):
     threads: int | None
     """Of a CPU."""
     dtype: Literal["bf16", "fp16", "fp32"]
+    kernels: bool = False
+    """Plans take its times from measured kernels; else from rates of the whole device, which are off by other factors."""
 
     def text(self) -> str:
         threads = "" if self.threads is None else f", {self.threads} threads"
-        return f"{self.device}{threads}, {self.dtype}"
+        return f"{self.device}{threads}, {self.dtype}, {'measured kernels' if self.kernels else 'rates alone'}"
 
 
 class Pass(Section):
@@ -115,9 +117,13 @@ class Calibration:
         """What is taken from it, for people."""
         entry = next((e for e in self.entries if e.identity == identity), None)
         if entry is None:
-            return []
-        shown = ", ".join(f"{cause} x{factor:.2f}" for cause, factor in sorted(entry.factors.items()))
-        runs = ", ".join(run.run for run in entry.runs)
+            others = "; ".join(e.identity.text() for e in self.entries)
+            return [f"{FILE}: no run was on {identity.text()}, only on {others}"] if others else []
+        shown = ", ".join(
+            f"{cause} x{factor:.2f}" + (" (the most that is taken)" if factor in (LEAST, MOST) else "")
+            for cause, factor in sorted(entry.factors.items())
+        )
+        runs = ", ".join(Path(run.run).name for run in entry.runs)
         return [f"calibrated by {len(entry.runs)} run{'s' * (len(entry.runs) > 1)} ({runs}): {shown}"]
 
 
@@ -159,11 +165,14 @@ class Calibrated:
 def beside(machine: Path) -> Calibration | None:
     """What past runs say on a machine that is a file: `calibration.json` beside it; None where there is none."""
     path = machine.with_name(FILE)
-    return load_calibration(path, ()) if machine.is_file() and path.is_file() else None
+    return load_calibration(path) if machine.is_file() and path.is_file() else None
 
 
-def load_calibration(path: Path, identities: Iterable[Identity]) -> Calibration:
-    """What past runs say of these devices; nothing where there is no file.
+def load_calibration(path: Path, identities: Iterable[Identity] = ()) -> Calibration:
+    """What past runs say; nothing where there is no file.
+
+    Args:
+        identities: devices that a notice is wanted of where no run was on them (`Calibration.lines` says it too).
 
     Raises:
         UserError: the file is damaged; names the line.
@@ -179,11 +188,9 @@ def load_calibration(path: Path, identities: Iterable[Identity]) -> Calibration:
         else:
             used.append(entry)
     known = {entry.identity for entry in used}
-    for identity in wanted:
-        if file.entries and identity not in known:
-            others = "; ".join(entry.identity.text() for entry in file.entries)
-            notices.append(f"{path.name}: no run was on {identity.text()}, only on {others}")
-    return Calibration(tuple(used), tuple(notices))
+    found = Calibration(tuple(used))
+    notices += [line for identity in wanted if identity not in known for line in found.lines(identity)]
+    return replace(found, notices=tuple(notices))
 
 
 def calibrate(run: Path, path: Path) -> Calibration:
@@ -254,21 +261,34 @@ def observe(found: Measured, name: str) -> dict[Identity, RunShown]:
             f"the traced steps took {traced_tokens:,.0f} tokens, the planned one {planned_tokens:,.0f}: their times are not "
             "comparable", fix="calibrate with a run of steps like those planned", path=found.run,
         )  # fmt: skip
-    engine, used = found.receipt["engine"], found.figures.get("calibrated", [])
     measured, planned = found.traced.median(), found.planned_pieces
     by_identity: dict[Identity, list[int]] = {}
-    for rank, device in enumerate(found.device_names):
-        threads = engine["threads"] if str(engine["device"]).startswith("cpu") else None
-        by_identity.setdefault(Identity(device=device, threads=threads, dtype=engine["dtype"]), []).append(rank)
+    used: dict[Identity, dict[str, float]] = {}
+    for rank, one in enumerate(found.figures["calibrated"]):
+        identity = Identity.model_validate(one["identity"])
+        used[identity] = one["factors"]
+        by_identity.setdefault(identity, []).append(rank)
+    _check_effect(found, next(iter(by_identity)))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     shown = {}
     for identity, ranks in by_identity.items():
-        factors = next((dict(c["factors"]) for c in used if c["identity"] == identity.model_dump()), {})
+        factors = used[identity]
         pairs = {k: (_without(planned[k], factors), measured[k].seconds * scale)
                  for k in planned if k.rank in ranks and k in measured}  # fmt: skip
         shown[identity] = RunShown(run=name, date=when, steps=len(found.traced.steps),
                                    direct=_direct(pairs, factors), passes=_passes(pairs))  # fmt: skip
     return shown
+
+
+def _check_effect(found: Measured, planned: Identity) -> None:
+    """Raises `UserError` when rank 0 computed otherwise than it was planned to."""
+    assert found.receipt is not None
+    engine = found.receipt["engine"]
+    threads = engine["threads"] if str(engine["device"]).startswith("cpu") else None
+    effect = planned.model_copy(update={"threads": threads, "dtype": engine["dtype"]})
+    if effect != planned:
+        raise UserError(f"the plan was for {planned.text()}, the run computed on {effect.text()}",
+                        fix="calibrate with a run that did what its plan says", path=found.run)  # fmt: skip
 
 
 def _without(spent: Spent, factors: Mapping[str, float]) -> Spent:

@@ -121,7 +121,7 @@ class Measured:
     """What a run's folder tells.
 
     Attributes:
-        figures: of its plan; device_names: of the plan's machine, by the plan's rank.
+        figures: of its plan.
         lines: of `metrics.jsonl`, without warm-up and skipped steps.
         traced: None where there is no trace of steps beyond warm-up.
         receipt: None where the run has not ended.
@@ -130,7 +130,6 @@ class Measured:
 
     run: Path
     figures: dict[str, Any]
-    device_names: tuple[str, ...]
     lines: tuple[dict[str, Any], ...]
     traced: Traced | None
     receipt: dict[str, Any] | None
@@ -200,9 +199,7 @@ def measure(run: Path) -> Measured:
             missing.append("single pieces: the trace shows none but the first steps")
             traced = None
     receipt = _receipt(run / "receipt.json", missing)
-    ranks = plan.figures.get("ranks", [])
-    names = tuple(plan.machine.devices[rank["device"]].name for rank in ranks)
-    return Measured(run, plan.figures, names, tuple(lines), traced, receipt, missing)
+    return Measured(run, plan.figures, tuple(lines), traced, receipt, missing)
 
 
 def _metrics(path: Path, missing: list[str]) -> list[dict[str, Any]]:

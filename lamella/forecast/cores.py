@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lamella.checkpoint.families import CHUNKED, LINEAR, SLIDING
 from lamella.checkpoint.keys import Keys
+from lamella.checkpoint.kinds import CHUNKED, LINEAR, SLIDING
 from lamella.forecast.shape import Core, CoreKind, Matrix
 
 _LINEAR_PARTS = ("linear_attn", "mamba", "output_gate", "mixer", "ssm", "conv")

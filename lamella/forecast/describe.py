@@ -29,9 +29,10 @@ from lamella.checkpoint.facts import (
     model_facts,
     num_routed_experts,
 )
-from lamella.checkpoint.families import FAMILIES, FULL, layer_kinds
+from lamella.checkpoint.families import FAMILIES, layer_kinds
 from lamella.checkpoint.header import DTYPE_BYTES, TensorInfo
 from lamella.checkpoint.keys import Keys
+from lamella.checkpoint.kinds import FULL
 from lamella.checkpoint.packed import DiskRule, disk_rule, unpacked
 from lamella.checkpoint.shapes import check_experts, check_shapes
 from lamella.checkpoint.source import HUB_ID, read_json, read_tensors

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lamella.forecast.items import Item, Kind
@@ -53,9 +54,9 @@ class Played:
             piece nothing is waited for.
         busy: per rank, share of the step in which it computes; idle: the rest.
         links: by name.
-        pieces: by rank, cause and name, as a trace shows them.
         path: the longest chain: pieces, last first.
         bottleneck: the chain's seconds by what they were spent on, most first; they sum to `step_s`.
+        items: what was played.
     """
 
     start_s: tuple[float, ...]
@@ -66,16 +67,24 @@ class Played:
     wait_s: dict[int, dict[str, float]]
     busy: dict[int, float]
     links: dict[str, LinkUse]
-    pieces: dict[Key, Spent]
     path: tuple[int, ...]
     bottleneck: tuple[Part, ...]
+    items: tuple[Item, ...] = field(default=(), repr=False, compare=False)
+
+    @cached_property
+    def pieces(self) -> dict[Key, Spent]:
+        """By rank, cause and name, as a trace shows them."""
+        taken = [
+            end - start - item.latency_s for item, start, end in zip(self.items, self.start_s, self.end_s, strict=True)
+        ]
+        return pieces_of_items(self.items, taken)
 
     @property
     def idle(self) -> dict[int, float]:
         return {rank: 1 - share for rank, share in self.busy.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """For a plan's document: all but the single items."""
+        """For a plan's document: all but the items, which it has as pieces."""
         return {
             "step_s": self.step_s, "seconds": {str(r): x for r, x in self.seconds.items()},
             "causes": {str(r): x for r, x in self.causes.items()}, "wait_s": {str(r): x for r, x in self.wait_s.items()},
@@ -139,14 +148,14 @@ class _Simulation:
             if not needs:
                 self._begin(n, 0.0)
         while self.events or self.moving:
-            now = min(
-                self.events[0][0] if self.events else float("inf"), min(self.finish.values(), default=float("inf"))
-            )
+            now = self.events[0][0] if self.events else float("inf")
             changed = False
-            for n in [n for n, at in self.finish.items() if at <= now]:
-                self._stop_moving(n, now)
-                self._leave(n, now)
-                changed = True
+            if self.finish:
+                now = min(now, min(self.finish.values()))
+                for n in [n for n, at in self.finish.items() if at <= now]:
+                    self._stop_moving(n, now)
+                    self._leave(n, now)
+                    changed = True
             while self.events and self.events[0][0] <= now:
                 _, what, n = heapq.heappop(self.events)
                 if what:
@@ -253,9 +262,9 @@ class _Simulation:
             waits,
             busy,
             uses,
-            pieces_of_items(items, [self.left[n] - self.start[n] for n in range(len(items))]),
             tuple(path),
             self._parts(path, step_s),
+            tuple(items),
         )
 
     def _until(self, n: int, then: int) -> float:

@@ -223,8 +223,6 @@ def _helps(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
         times = now / (other[1].step_s / other[0].tokens)
         if times >= WORTH:
             found.append(Change(what, times, other[1].step_s))
-    if best.choice is not None:
-        found += [Change(text) for text in best.choice.suggestions if text.startswith("leave ")]
     return sorted(found, key=lambda change: -(change.times or 0.0))
 
 
@@ -243,6 +241,11 @@ def _faster(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tupl
     layer = max(x.store_bytes for x in q.shape.layers)
     gpu = forecaster.places[0].facts.kind == "cuda"
     streamed = max(rank.on_disk + rank.in_host for rank in best.ranks)
+    unlike = dict.fromkeys(place.facts.name for place in forecaster.places)
+    if len(unlike) > 1 and q.split.kind == "auto" and q.split.shares is None:
+        slowest = min(forecaster.places, key=lambda place: place.facts.matmul_flops_per_s).facts.name
+        out = [place.rank for place in forecaster.places if place.facts.name == slowest]
+        yield f"leave out {slowest}", _without(q, forecaster, out), False
     if on_disk:
         hosts = tuple(h.model_copy(update={"disk": h.disk and h.disk.model_copy(
             update={"read_bytes_per_s": 2 * h.disk.read_bytes_per_s})}) for h in m.hosts)  # fmt: skip
@@ -362,14 +365,15 @@ def _doubled(m: Machine) -> Machine:
 def _changes(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
     """The smallest changes that make everything fit: settings that leave the result as it is, memory, settings that do not."""
     found = []
-    for what, changed in _smaller(q, forecaster, best):
-        other = _best(changed, None)
-        if other is not None and other[1].fits:
-            found.append(Change(what, None, other[1].step_s))
-            break
     short = [rank for rank in best.ranks if not rank.fits]
-    for rank in short[:1]:
-        found.append(_memory_change(rank, len(short)))
+    if not best.fits_memory:
+        for what, changed in _smaller(q, forecaster, best):
+            other = _best(changed, None)
+            if other is not None and other[1].fits_memory:
+                found.append(Change(what, None, other[1].step_s))
+                break
+    if short:
+        found.append(_memory_change(max(short, key=lambda rank: rank.need - rank.have), len(short)))
     for host in best.hosts:
         need, have = sum(host.ram.values()), host.ram_have
         if have is not None and need > have:
@@ -413,13 +417,13 @@ def _smaller(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tup
         tokens //= 2
         train = q.train.model_copy(update={"micro_batch_tokens": tokens})
         yield f"train.micro_batch_tokens = {tokens}", replace(q, train=train)
-    ranks = [rank for rank in (q.lora.rank // 2, q.lora.rank // 4, 1) if rank >= 1]
-    for rank in dict.fromkeys(ranks):
-        lora = q.lora.model_copy(update={"rank": rank})
-        yield f"lora.rank = {rank}", replace(q, lora=lora)
     if q.train.rows_per_step is None:
         for part in (2, 4, 8):
             size = q.train.tokens_per_step // part
             if size >= longest:
                 train = q.train.model_copy(update={"tokens_per_step": size})
                 yield f"train.tokens_per_step = {size}", replace(q, train=train)
+    ranks = [rank for rank in (q.lora.rank // 2, q.lora.rank // 4, 1) if rank >= 1]
+    for rank in dict.fromkeys(ranks):
+        lora = q.lora.model_copy(update={"rank": rank})
+        yield f"lora.rank = {rank}", replace(q, lora=lora)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import islice
+from typing import Literal, NamedTuple
 
 from lamella.forecast.shape import ModelShape, Site
 from lamella.forecast.times import StepTimes
@@ -55,15 +56,14 @@ DIVIDED = ("linear", "experts", "attention", "lora", "dequantise", "head")
 """Causes of a layer's time that an expert split divides; norms and fixed costs of calls each rank has whole."""
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One piece of work.
 
     Attributes:
         kind: what is done; name: as the engine's span is named (`forward 3`, `layer 3`, `head`, `update`).
         rank: whose work it is (the receiver's rank of a `send` is `peer`).
-        lane: what of the rank it occupies, one item at a time, in the order of the list: "compute", "read" (disk), "copy" (host
-            to device), "spill" and "gradients" (device to host), "fetch", "to 2" (sending to rank 2).
+        lane: what of the rank it occupies, one item at a time, in the order of the list: "compute", "read" (disk), "copy"
+            and "copy what was read" (host to device), "spill" and "gradients" (device to host), "fetch", "to 2" (sending to rank 2).
         layer, group: None where it has none.
         nbytes, flops: what it moves and computes.
         seconds: on its own lane, undisturbed; of a transfer what comes before its bytes, which take what the links allow.
@@ -383,15 +383,19 @@ class _RankState:
 
     def compute(
         self, kind: Kind, name: str, seconds: float | Mapping[str, float], layer: int | None = None,
-        group: int | None = None, after: Iterable[int] = (),
+        group: int | None = None, after: Sequence[int] = (),
     ) -> int:  # fmt: skip
         """A piece in the compute lane."""
+        if self.quiet:
+            return -1
         causes: tuple[tuple[str, float], ...] = ()
         if not isinstance(seconds, float | int):
-            causes = tuple(sorted(seconds.items()))
+            causes = tuple(seconds.items())
             seconds = sum(seconds.values())
-        needs = tuple(sorted({n for n in (*self.pending, *after) if n >= 0}))
-        self.pending.clear()
+        needs: tuple[int, ...] = ()
+        if self.pending or after:
+            needs = tuple(sorted({n for n in (*self.pending, *after) if n >= 0}))
+            self.pending.clear()
         number = self.add(Item(kind, name, self.rank, "compute", seconds, layer, group, after=needs, causes=causes))
         self.last = number
         return number
@@ -402,8 +406,8 @@ class _RankState:
     def part(self, cause: str) -> float:
         return self.own.part.get(cause, 1.0)
 
-    def dequantise(self, layer: int, after: Iterable[int]) -> int:
-        seconds = 0.0 if self.quiet else self.own.times.dequantise(layer) * self.part("dequantise")
+    def dequantise(self, layer: int, after: Sequence[int]) -> int:
+        seconds = self.own.times.dequantise(layer) * self.part("dequantise")
         return self.compute("dequantise", f"layer {layer}", seconds, layer, after=after)
 
     def layer_bytes(self, layer: int) -> int:
@@ -507,6 +511,7 @@ class DeviceSlots:
         self.used, self.arrived = [-1, -1], [-1, -1]
         self.left = [-1, -1]  # copies that last left the two host buffers
         self.turn = 0
+        self.all_here = self.own.resident.issuperset(range(state.stage.first, state.stage.last))
 
     def settle(self) -> None:
         self.used, self.arrived, self.left = [-1, -1], [-1, -1], [-1, -1]
@@ -525,7 +530,10 @@ class DeviceSlots:
         step = 1 if self.bound is None or self.bound < i else -1
         self.bound = i
         end = self.state.stage.last if step > 0 else self.state.stage.first - 1
-        coming = [n for n in range(i + step, end, step) if n not in self.own.resident][: 1 if here else 2]
+        if self.all_here:
+            return
+        streamed = (n for n in range(i + step, end, step) if n not in self.own.resident)
+        coming = list(islice(streamed, 1 if here else 2))
         for n in coming:
             self._fetch(n, (i, *coming))
 
@@ -540,8 +548,9 @@ class DeviceSlots:
         if i not in self.own.pinned:
             after.append(_load(self.state, i, (self.left[turn],)))
         own = self.own.copy
+        lane = "copy" if i in self.own.pinned else "copy what was read"  # whichever is there first goes first
         number = self.state.add(Item(
-            "copy", f"layer {i}", self.state.rank, "copy", own.latency_s, i, nbytes=self.state.layer_bytes(i),
+            "copy", f"layer {i}", self.state.rank, lane, own.latency_s, i, nbytes=self.state.layer_bytes(i),
             after=tuple(n for n in after if n >= 0), links=own.links,
         ))  # fmt: skip
         self.arrived[slot] = number

@@ -23,7 +23,6 @@ class Linears:
         inputs; outputs: of each; ranks: of their LoRA pairs, 0: none.
         needs_input: backward gives the input's gradient.
         after_norm: the input is a norm's output, which backward makes again where there is LoRA.
-        quantised_outputs: outputs whose weights are 4-bit in the store.
     """
 
     inputs: int
@@ -68,7 +67,8 @@ class Pieces:
         trains: it has a backward pass; needs_input: a gradient goes on to the layer below.
         gated: width of gated activations, all dense MLPs together.
         trained: LoRA parameters; tensors: of them.
-        dequantised: parameters that are 4-bit and multiplied in 16.
+        dequantised: parameters of each matrix that is 4-bit and multiplied in 16.
+        everywhere: LoRA on more than attention.
         quantised_experts: 4-bit parameters of routed experts.
     """
 
@@ -82,8 +82,9 @@ class Pieces:
     needs_input: bool
     trained: int
     tensors: int
-    dequantised: int
+    dequantised: tuple[int, ...]
     quantised_experts: int
+    everywhere: bool
 
 
 def pieces_of(shape: ModelShape, sites: Sequence[Site]) -> list[Pieces]:
@@ -94,7 +95,10 @@ def pieces_of(shape: ModelShape, sites: Sequence[Site]) -> list[Pieces]:
     first = min(by_layer, default=len(shape.layers))
     return [
         _pieces(
-            shape.hidden, layer, tuple(sorted((name, s.rank) for name, s in by_layer.get(i, {}).items())), i - first
+            shape.hidden,
+            layer,
+            tuple(sorted((name, s.rank) for name, s in by_layer.get(i, {}).items())),
+            max(min(i - first, 1), -1),
         )
         for i, layer in enumerate(shape.layers)
     ]
@@ -120,6 +124,7 @@ def _groups(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
 
 @lru_cache(maxsize=1024)
 def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], above_first: int) -> Pieces:
+    """`above_first`: 1 above the first adapted layer, 0 for that one, -1 below."""
     rank_of = dict(ranks)
     trains = above_first >= 0
     before = above_first > 0
@@ -148,8 +153,8 @@ def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], 
     gated = sum(m.inputs for m in plain if m.name.endswith("down_proj"))
     return Pieces(
         hidden, tuple(linears), experts, layer.core, core_trains, gated, trains, above_first > 0, trained,
-        2 * len(adapted), sum(m.parameters for m in plain if m.quantised),
-        sum(m.parameters for m in routed if m.quantised),
+        2 * len(adapted), tuple(m.parameters for m in plain if m.quantised),
+        sum(m.parameters for m in routed if m.quantised), any(m.kind != "attention" for m in adapted),
     )  # fmt: skip
 
 

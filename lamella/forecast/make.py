@@ -18,6 +18,7 @@ from lamella.forecast.rows import Rows, check_context
 from lamella.forecast.serving import Serving, catalogue_devices, preview, serving_numbers
 from lamella.forecast.shape import ModelShape
 from lamella.forecast.trainable import alternatives, trainable_set
+from lamella.forecast.ways import identities_of
 from lamella.hardware.machine import Machine
 
 Kind = Literal["store", "checkpoint", "config", "hub"]
@@ -91,7 +92,7 @@ def _serving(question: Question, found: Forecast) -> Serving:
 def figures_of(question: Question, found: Forecast) -> dict[str, Any]:
     """All figures as values for JSON."""
     shape = question.shape
-    figures: dict[str, Any] = plain(found)
+    figures: dict[str, Any] = plain(replace(found, played=None))
     for name in ("settled", "notes", "sites", "plan"):
         del figures[name]
     figures["played"] = None if found.played is None else found.played.to_dict()
@@ -102,6 +103,10 @@ def figures_of(question: Question, found: Forecast) -> dict[str, Any]:
         "outer_store_bytes": shape.outer_store_bytes, "layer_store_bytes": [x.store_bytes for x in shape.layers],
         "source": shape.source, "hidden": shape.hidden, "vocab": shape.vocab, "max_tokens": shape.max_tokens,
     }  # fmt: skip
+    past = question.calibration or Calibration()
+    figures["calibrated"] = [
+        {"identity": one.model_dump(mode="json"), "factors": past.factors(one)} for one in identities_of(question)
+    ]
     figures["trained"] = plain(trainable_set(found.sites))
     figures["alternatives"] = plain(alternatives(shape, question.lora))
     return figures

@@ -11,8 +11,8 @@ from lamella.forecast.shape import Matrix
 
 TRANSPOSED = frozenset({"gpt_oss", "llama4_text", "llama4"})
 """Families whose fused experts are [experts, inputs, outputs]."""
-CONV1D = frozenset({"gpt2", "gpt-sw3", "gpt_bigcode", "openai-gpt", "ctrl", "imagegpt"})
-"""Families whose projections are no linear layers and get no LoRA here (some hold them as [inputs, outputs])."""
+CONV1D = frozenset({"gpt2", "gpt-sw3", "openai-gpt", "imagegpt"})
+"""Families whose projections are [inputs, outputs], in modules of their own that get no LoRA here."""
 
 OWN_EXPERTS = frozenset({"llama4_text", "llama4"})
 """Families whose experts transformers computes in a way of their own, which gets no LoRA here."""
@@ -73,7 +73,7 @@ def matrices_of(tensors: Iterable[Held], model_type: str, hidden: int, active: i
         elif _is_linear(held):
             found.append(_linear(held, model_type))
     for path, leaves in apart.items():
-        found.extend(_together(_loaded(path), leaves, active))
+        found.extend(_together(_loaded(path, model_type), leaves, active))
     return tuple(sorted(found, key=lambda m: _place(m.name)))
 
 
@@ -84,9 +84,9 @@ def _is_linear(held: Held) -> bool:
 
 
 def _linear(held: Held, model_type: str) -> Matrix:
-    name = _loaded(held.name.removesuffix(".weight"))
+    name = _loaded(held.name.removesuffix(".weight"), model_type)
     outputs, inputs = held.shape
-    if model_type == "gpt2":
+    if model_type in CONV1D:
         outputs, inputs = inputs, outputs
     adaptable = held.kind != "router" and model_type not in CONV1D
     shared = any(part.startswith("shared") for part in name.split("."))
@@ -95,8 +95,8 @@ def _linear(held: Held, model_type: str) -> Matrix:
 
 def _fused(held: Held, model_type: str, hidden: int, active: int) -> Matrix:
     experts, rows, columns = held.shape
-    name = _loaded(held.name.removesuffix(".weight"))
-    reads = not name.endswith(("down_proj", "output_linear", "w2"))
+    name = _loaded(held.name.removesuffix(".weight"), model_type)
+    reads = not name.endswith(("down_proj", "w2"))
     flipped = model_type in TRANSPOSED
     if rows != columns and hidden in (rows, columns):
         flipped = (rows if reads else columns) == hidden
@@ -127,7 +127,10 @@ def _together(path: str, leaves: dict[str, list[Held]], active: int) -> list[Mat
     return found
 
 
-def _loaded(name: str) -> str:
+def _loaded(name: str, model_type: str) -> str:
+    """As transformers calls it."""
+    if model_type.startswith("granitemoe"):
+        return name.replace(".input_linear", ".experts.gate_up_proj").replace(".output_linear", ".experts.down_proj")
     return name.replace("block_sparse_moe", "mlp")
 
 

@@ -9,12 +9,23 @@ from functools import lru_cache
 from lamella.forecast.grid import Grid
 from lamella.forecast.layers import Experts, Linears, Pieces
 from lamella.forecast.shape import Core
-from lamella.hardware.machine import AttentionPoint, ExpertPoint, KernelRates, MatmulPoint, ProductForm, RowKind
+from lamella.hardware.machine import (
+    AttentionPoint,
+    ExpertPoint,
+    FixedWork,
+    KernelRates,
+    MatmulPoint,
+    ProductForm,
+    RowKind,
+)
 from lamella.plan.costs import visible_pairs
 
 PAD_TOKENS, HEAD_ROWS, LOGITS_BYTES = 32, 256, 64 << 20
 """As `engine.walk`: what micro-batches of dense models are filled up to; positions in the head at once, and their logits."""
 Causes = dict[str, float]
+CALLS: dict[FixedWork, float] = {"forward": 100, "forward_kept": 120, "backward": 150, "backward_again": 250, "bind": 60,
+                                 "head": 40, "prologue": 500, "update": 4}  # fmt: skip
+"""Operations of torch and steps of the interpreter about as long, by count in a profile: for rates without measured costs."""
 
 
 class Rates:
@@ -47,11 +58,16 @@ class Rates:
         found = self.rows.get(kind)
         return found.at(values) if found is not None else 2 * values_moved * values / self.rates.row_bytes_per_s
 
-    def calls(self, count: float) -> float:
-        return count * self.rates.call_s
+    def fixed(self, work: FixedWork, experts: bool = False, everywhere: bool = False) -> float:
+        """Measured fixed cost of such work; where there is none, of as many calls as it is made of."""
+        found = [f for f in self.rates.fixed if f.work == work]
+        alike = [f for f in found if f.experts == experts] or found
+        exact = [f for f in alike if f.everywhere == everywhere] or alike
+        return exact[0].seconds if exact else CALLS[work] * self.rates.call_s
 
     def dequantised(self, parameters: float) -> float:
-        return 2 * parameters / self.dequantise_bytes_per_s
+        found = self.rows.get("dequantise")
+        return 2 * parameters / self.dequantise_bytes_per_s if found is None else found.at(parameters)
 
     def attention(self, core: Core, lengths: Iterable[int], backward: bool) -> float:
         """Of one pass over these sequences. A kernel's time per visible pair is a + b / length: a grows with the head's size."""
@@ -153,11 +169,14 @@ class KernelTimes:
         experts   of the (token, expert) rows, spread over the experts as evenly as multinomial choice does
         attention by sequence and visible pair, each length at its own measured rate
         rows      norms, rotary positions, gated activations, residual sums, routing
-        calls     operations of Python and autograd, at the fixed cost of one
+        calls     what a small model's layers were seen to take beyond their kernels (`FixedCost`)
     """
 
-    def __init__(self, pieces: Sequence[Pieces], hidden: int, vocab: int, rates: KernelRates,
-                 dequantise_bytes_per_s: float) -> None:  # fmt: skip
+    def __init__(
+        self, pieces: Sequence[Pieces], hidden: int, vocab: int, rates: KernelRates, dequantise_bytes_per_s: float,
+        kept: bool = False,
+    ) -> None:  # fmt: skip
+        self.kept = kept
         self.pieces, self.hidden, self.vocab = list(pieces), hidden, vocab
         self.rates = Rates(rates, dequantise_bytes_per_s)
         self.pad = 1 if any(p.experts for p in pieces) else PAD_TOKENS
@@ -172,38 +191,42 @@ class KernelTimes:
     # ---- the protocol -----------------------------------------------------------------------------------------------
 
     def forward(self, layer: int, lengths: Sequence[int]) -> Causes:
-        return dict(self._forward(self.pieces[layer], tuple(lengths), first=True))
+        pieces = self.pieces[layer]
+        calls = self.rates.fixed("forward_kept" if self.kept and pieces.trains else "forward", *_kind(pieces))
+        return {**self._forward(pieces, tuple(lengths), first=True), "calls": calls}
 
     def backward(self, layer: int, lengths: Sequence[int], recompute: bool) -> Causes:
         pieces = self.pieces[layer]
         if not pieces.trains:
-            return dict.fromkeys(self._forward(pieces, (1,), first=False), 0.0)
+            return _Sum().seconds
         back = self._backward(pieces, tuple(lengths))
         again = self._forward(pieces, tuple(lengths), first=False) if recompute else {}
-        return {cause: s + again.get(cause, 0.0) for cause, s in back.items()}
+        calls = self.rates.fixed("backward_again" if recompute else "backward", *_kind(pieces))
+        return {cause: s + again.get(cause, 0.0) for cause, s in back.items()} | {"calls": calls}
 
     def dequantise(self, layer: int) -> float:
         pieces = self.pieces[layer]
-        packed = 0 if self.rates.expert_grids else pieces.quantised_experts
-        return self.rates.dequantised(pieces.dequantised + packed)
-
-    def hang(self, layer: int) -> float:
-        return self.rates.pass_over("cast", self.pieces[layer].trained) + self.rates.calls(
-            2 * self.pieces[layer].tensors
+        packed = () if self.rates.expert_grids else (pieces.quantised_experts,)
+        return sum(map(self.rates.dequantised, (*pieces.dequantised, *packed))) + self.rates.fixed(
+            "bind", *_kind(pieces)
         )
 
+    def hang(self, layer: int) -> float:
+        return self.rates.pass_over("cast", self.pieces[layer].trained)
+
     def prologue(self, tokens: int) -> float:
-        return self.rates.pass_over("copy", self.filled(tokens) * self.hidden) + self.rates.calls(PROLOGUE_CALLS)
+        return self.rates.pass_over("copy", self.filled(tokens) * self.hidden) + self.rates.fixed("prologue")
 
     def head(self, label_tokens: int) -> float:
         most = max(16, min(HEAD_ROWS, LOGITS_BYTES // (2 * self.vocab)))
         most = most // PAD_TOKENS * PAD_TOKENS or most
         whole, rest = divmod(label_tokens, most)
-        return whole * self._head_chunk(most) + (self._head_chunk(-(-rest // PAD_TOKENS) * PAD_TOKENS) if rest else 0.0)
+        last = self._head_chunk(-(-rest // PAD_TOKENS) * PAD_TOKENS) if rest else 0.0
+        return whole * self._head_chunk(most) + last + self.rates.fixed("head")
 
     def update(self, parameters: int) -> float:
         tensors = self.tensors * parameters / self.trained if self.trained else 0.0
-        return parameters / self.rates.rates.update_parameters_per_s + self.rates.calls(UPDATE_CALLS * tensors)
+        return parameters / self.rates.rates.update_parameters_per_s + self.rates.fixed("update") * tensors
 
     # ---- pieces -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +235,7 @@ class KernelTimes:
         values = rows * self.hidden
         row_work = 2 * r.pass_over("copy", values) + r.pass_over("norm", values) + r.pass_over("norm_back", values)
         return (r.product("forward", rows, self.hidden, self.vocab) + r.product("backward", rows, self.vocab, self.hidden)
-                + r.pass_over("loss", rows * self.vocab) + row_work + r.calls(HEAD_CALLS))  # fmt: skip
+                + r.pass_over("loss", rows * self.vocab) + row_work)  # fmt: skip
 
     def _forward_of(self, pieces: Pieces, lengths: tuple[int, ...], first: bool) -> Causes:
         """`first`: of a step's two passes; what is counted once a step is counted there."""
@@ -221,18 +244,15 @@ class KernelTimes:
         values = tokens * pieces.hidden
         out = _Sum()
         out.add("rows", 2 * r.pass_over("norm", values) + 2 * r.pass_over("add", values))
-        out.add("calls", r.calls(LAYER_CALLS))
         for group in pieces.linears:
             self._linears_forward(out, group, tokens)
             if group.router:
                 logits = tokens * group.width
                 out.add("rows", r.pass_over("router", logits) + (r.pass_over("balance", logits) if first else 0.0))
-                out.add("calls", r.calls(ROUTER_CALLS))
         if pieces.core is not None:
             heads = tokens * (pieces.core.heads + pieces.core.kv_heads) * pieces.core.head_dim
             out.add("rows", r.pass_over("rotate", heads))
             out.add("attention", r.attention(pieces.core, lengths, False))
-            out.add("calls", r.calls(ATTENTION_CALLS))
         if pieces.gated:
             out.add("rows", r.pass_over("gated", tokens * pieces.gated))
         if pieces.experts is not None:
@@ -247,7 +267,6 @@ class KernelTimes:
         values = tokens * pieces.hidden
         out = _Sum()
         out.add("rows", (1 + pieces.needs_input) * (r.pass_over("norm_back", values) + r.pass_over("add", values)))
-        out.add("calls", r.calls(LAYER_BACK_CALLS))
         for group in pieces.linears:
             self._linears_backward(out, group, tokens)
             if group.router and group.needs_input:
@@ -261,7 +280,7 @@ class KernelTimes:
             out.add("rows", r.pass_over("gated_back", tokens * pieces.gated))
         if pieces.experts is not None:
             self._experts(out, pieces.experts, tokens, backward=True)
-        out.add("lora", r.pass_over("accumulate", pieces.trained) + r.calls(GRADIENT_CALLS * pieces.tensors))
+        out.add("lora", r.pass_over("accumulate", pieces.trained))
         return out.seconds
 
     def _linears_forward(self, out: _Sum, group: Linears, tokens: int) -> None:
@@ -278,7 +297,6 @@ class KernelTimes:
                 "lora",
                 sum(r.product("widen", tokens, rank, o) for o, rank in zip(group.outputs, group.ranks, strict=True)),
             )
-        out.add("calls", r.calls(LORA_CALLS))
 
     def _linears_backward(self, out: _Sum, group: Linears, tokens: int) -> None:
         r, rank = self.rates, group.rank
@@ -298,7 +316,6 @@ class KernelTimes:
             out.add("lora", r.product("widen_back", tokens, rank, group.inputs))
         if group.after_norm:
             out.add("rows", r.pass_over("norm", tokens * group.inputs))
-        out.add("calls", r.calls(LORA_BACK_CALLS))
 
     def _experts(self, out: _Sum, experts: Experts, tokens: int, backward: bool) -> None:
         r = self.rates
@@ -314,7 +331,6 @@ class KernelTimes:
         out.add("experts", hit * base)
         out.add("lora", hit * lora)
         out.add("rows", r.pass_over("spread", rows * experts.hidden))
-        out.add("calls", r.calls(EXPERT_CALLS))
 
 
 class _Sum:
@@ -325,7 +341,6 @@ class _Sum:
         self.seconds[cause] += seconds
 
 
-LAYER_CALLS, LAYER_BACK_CALLS = 30.0, 30.0
-ATTENTION_CALLS, ROUTER_CALLS, EXPERT_CALLS = 10.0, 8.0, 12.0
-LORA_CALLS, LORA_BACK_CALLS, GRADIENT_CALLS = 8.0, 12.0, 3.0
-HEAD_CALLS, PROLOGUE_CALLS, UPDATE_CALLS = 12.0, 150.0, 2.0
+def _kind(pieces: Pieces) -> tuple[bool, bool]:
+    """As `FixedCost` tells layers apart."""
+    return pieces.experts is not None, pieces.everywhere

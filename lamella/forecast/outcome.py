@@ -57,7 +57,7 @@ class RankForecast:
 
     @property
     def idle(self) -> float:
-        return 1 - self.busy
+        return max(0.0, 1 - self.busy)
 
     def line(self) -> str:
         """`need 9.3 GB, have 8 GB: base 4.1 GB, ...`, largest part first."""
@@ -82,18 +82,22 @@ class HostForecast:
 
     def short(self) -> list[str]:
         """What there is too little of, with need and have."""
-        found = []
-        for what, parts, have in (
-            ("RAM", self.ram, self.ram_have),
-            ("page-locked RAM", self.pinned, self.pinned_have),
-            ("disk", self.disk, self.disk_have),
-            ("RAM while quantising", self.quantise, self.ram_have),
-        ):
-            need = sum(parts.values())
-            if have is not None and need > have:
-                shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda x: -x[1]))
-                found.append(f"{self.name}: {what}: need {format_bytes(need)}, have {format_bytes(have)}: {shown}")
-        return found
+        return self.short_of_memory() + self._short("disk", self.disk, self.disk_have)
+
+    def short_of_memory(self) -> list[str]:
+        """The same, disks aside."""
+        return [
+            *self._short("RAM", self.ram, self.ram_have),
+            *self._short("page-locked RAM", self.pinned, self.pinned_have),
+            *self._short("RAM while quantising", self.quantise, self.ram_have),
+        ]
+
+    def _short(self, what: str, parts: dict[str, int], have: int | None) -> list[str]:
+        need = sum(parts.values())
+        if have is None or need <= have:
+            return []
+        shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda x: -x[1]))
+        return [f"{self.name}: {what}: need {format_bytes(need)}, have {format_bytes(have)}: {shown}"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lamella.errors import UserError
-from lamella.forecast.blocks import Ways, expert_bytes
+from lamella.forecast.blocks import expert_bytes
 from lamella.forecast.peak import FAULT_BYTES, MemoryPlan, Process, Trained, Work, compose
 from lamella.forecast.residency import (
     DEVICE_SHARE,
@@ -19,6 +19,7 @@ from lamella.forecast.residency import (
     plan_residency,
 )
 from lamella.forecast.shape import LayerShape, Matrix, ModelShape, Site
+from lamella.forecast.tape import Ways
 from lamella.forecast.use import PAD_TOKENS, Use, head_use, is_estimate, layer_use
 from lamella.hardware.machine import DeviceFacts, Host
 from lamella.plan.costs import STATE_BYTES

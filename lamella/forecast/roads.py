@@ -148,17 +148,17 @@ def _between(
 
 
 def _measured(collectives: Sequence[Collective], device: DeviceFacts) -> tuple[float, float] | None:
-    """Rate and latency of a CPU's processes from measured all-reduces of two sizes; of one size the rate alone."""
-    found = sorted((c for c in collectives if c.backend == "gloo" and device.kind == "cpu"), key=lambda c: c.nbytes)
+    """Rate and latency between a CPU's processes: a line through measured transfers of several sizes."""
+    if device.kind != "cpu":
+        return None
+    found = sorted((c for c in collectives if c.backend == "gloo" and c.op == "send"), key=lambda c: c.nbytes)
     if not found:
         return None
-    n = max(2, len(found[-1].devices))
-    moved = 2 * (n - 1) / n
     small, large = found[0], found[-1]
-    if small.nbytes == large.nbytes or large.seconds <= small.seconds:
-        return moved * large.nbytes / large.seconds, LOCAL_LATENCY_S
-    rate = moved * (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
-    return rate, max(small.seconds / (2 * (n - 1)) - small.nbytes / n / rate, 1e-6)
+    if large.nbytes == small.nbytes or large.seconds <= small.seconds:
+        return large.nbytes / large.seconds, LOCAL_LATENCY_S
+    rate = (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
+    return rate, max(small.seconds - small.nbytes / rate, 1e-6)
 
 
 def _note(notes: list[str], text: str) -> None:

@@ -18,6 +18,33 @@ MAX_PADDING = 1.3
 """As `models.attention`: of sequences computed together, rows per real row at most."""
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How layers are computed: norms, heads and MLPs by the fused modules of a CPU or by the family's own; attention by the C
+    kernels, CUDA's, or torch's.
+
+    Attributes:
+        fused: fused modules; kernels: the CPU has the instructions for C kernels of attention and experts.
+        element: bytes of the compute dtype.
+    """
+
+    fused: bool
+    kernels: bool
+    cuda: bool
+    element: int
+    dropout: bool
+    threads: int
+
+    @staticmethod
+    def of(device_kind: str, element: int, fused: bool, dropout: bool, threads: int) -> Ways:
+        cuda = device_kind == "cuda"
+        return Ways(fused and not cuda, fused and not cuda, cuda, element, dropout, threads)
+
+
+Saved = dict[str, float]
+"""What a graph keeps, by name, in bytes."""
+
+
 class Tape:
     """Bytes as work goes on.
 
@@ -228,8 +255,9 @@ class Linears:
             t.new(r * i)
             t.free(scaled)
             product, kept = t.new(n * i), t.new(n * i)
+            t.free(product)
             dx = t.new(n * i)
-            t.free(product, kept)
+            t.free(kept)
         else:
             t.new(r * i)
             dx = t.new(n * i)

@@ -48,8 +48,13 @@ class StepTimes(Protocol):
         ...
 
 
-def times_of(shape: ModelShape, sites: Sequence[Site], device: DeviceFacts, dtype: str = "bf16") -> StepTimes:
+def times_of(
+    shape: ModelShape, sites: Sequence[Site], device: DeviceFacts, dtype: str = "bf16", kept: bool = False
+) -> StepTimes:
     """Times of a model with these LoRA pairs on this device.
+
+    Args:
+        kept: forward passes keep activations for backward, which takes a little longer.
 
     Raises:
         UserError: the device's rates are of another dtype.
@@ -62,7 +67,7 @@ def times_of(shape: ModelShape, sites: Sequence[Site], device: DeviceFacts, dtyp
     pieces = pieces_of(shape, sites)
     if device.kernels is None:
         return RateTimes(pieces, shape.hidden, shape.vocab, device)
-    return KernelTimes(pieces, shape.hidden, shape.vocab, device.kernels, device.dequantise_bytes_per_s)
+    return KernelTimes(pieces, shape.hidden, shape.vocab, device.kernels, device.dequantise_bytes_per_s, kept)
 
 
 class RateTimes:
@@ -125,7 +130,7 @@ class RateTimes:
 
     def dequantise(self, layer: int) -> float:
         pieces = self.pieces[layer]
-        return 2.0 * (pieces.dequantised + pieces.quantised_experts) / self.device.dequantise_bytes_per_s
+        return 2.0 * (sum(pieces.dequantised) + pieces.quantised_experts) / self.device.dequantise_bytes_per_s
 
     def hang(self, layer: int) -> float:
         return 6.0 * self.pieces[layer].trained / self.device.memory_bytes_per_s

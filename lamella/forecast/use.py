@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.forecast import blocks
-from lamella.forecast.blocks import Ways
 from lamella.forecast.shape import LayerShape, ModelShape, Site
-from lamella.forecast.tape import Tape
+from lamella.forecast.tape import Tape, Ways
 
 LOGITS_BYTES, HEAD_ROWS, PAD_TOKENS = 64 << 20, 256, 32
 """As in `engine.walk`."""
+SLICE_BYTES = 256 << 20
+"""As in `kernels.triton.loss`."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,27 @@ def layer_use(
         threads: of a CPU.
         fused: the CPU has the instructions that the fused kernels need.
     """
-    ways = Ways.of(device_kind, dtype_bytes, fused, dropout, threads)
+    return use_of(shape, layer, sites, lengths, Ways.of(device_kind, dtype_bytes, fused, dropout, threads))
+
+
+def use_of(shape: ModelShape, layer: int, sites: Sequence[Site], lengths: Sequence[int], ways: Ways) -> Use:
+    """`layer_use` for layers computed in given ways."""
     parts = blocks.parts_of(shape, layer, sites, ways)
     tokens = sum(lengths)
-    t = Tape(dtype_bytes, keeps=False)
+    t = Tape(ways.element, keeps=False)
     parts.forward(t, tokens, lengths)
-    t_kept = Tape(dtype_bytes, keeps=True)
+    t_kept = Tape(ways.element, keeps=True)
     saved = parts.forward(t_kept, tokens, lengths)
     graph, graph_peak = t_kept.live, t_kept.peak
     t_kept.mark()
     parts.backward(t_kept, tokens, lengths, saved)
-    counted = device_kind == "cpu" and dtype_bytes == 2
+    counted = not ways.cuda and ways.element == 2
     return Use(t.peak, graph, graph_peak, t_kept.peak, len(t_kept.products) if counted else 0)
 
 
-def is_estimate(shape: LayerShape) -> bool:
-    """Whether the layer is of a kind that is only bounded from above: none of the known attention and MLP forms."""
-    return not blocks.is_known(shape)
+def is_estimate(layer: LayerShape) -> bool:
+    """Whether a layer is of a kind that is only bounded from above: none of the known attention and MLP forms."""
+    return not blocks.is_known(layer)
 
 
 def head_rows(shape: ModelShape, dtype_bytes: int, device_kind: str, plain: bool = True) -> int:
@@ -86,6 +91,8 @@ def head_use(
         positions: label positions of the micro-batch.
     """
     plain = fused and device_kind == "cpu"
+    if device_kind == "cuda":
+        return positions, _by_slices(positions, shape.hidden, shape.vocab, dtype_bytes)
     rows = max(1, min(head_rows(shape, dtype_bytes, device_kind, plain), positions))
     states = rows * shape.hidden
     if plain:
@@ -93,7 +100,12 @@ def head_use(
         filled = -(-rows // multiple) * multiple
         values = filled * shape.vocab + 4 * filled * shape.hidden + states
         return rows, float(dtype_bytes * values + 20 * rows)
-    if device_kind == "cuda":
-        return rows, blocks.vocabulary_loss(rows, shape.hidden, shape.vocab, dtype_bytes)
     logits = rows * shape.vocab
     return rows, float(logits * (dtype_bytes + 4 * 3) + dtype_bytes * 4 * states + 3 * 4 * states)
+
+
+def _by_slices(rows: int, hidden: int, vocab: int, element: int) -> float:
+    """The loss of all label positions slice by slice of the vocabulary (`kernels/triton/loss.py`): a slice of probabilities,
+    fp32 gradients and one product of them, states before and after the norm."""
+    columns = min(vocab, max(128, SLICE_BYTES // (rows * element)))
+    return float(rows * (columns * element + hidden * (2 * 4 + 4 * element + 2 * 4)))

@@ -69,6 +69,11 @@ class Variant:
         return all(rank.fits for rank in self.ranks) and not any(host.short() for host in self.hosts)
 
     @property
+    def fits_memory(self) -> bool:
+        """Disks aside."""
+        return all(rank.fits for rank in self.ranks) and not any(host.short_of_memory() for host in self.hosts)
+
+    @property
     def step_s(self) -> float:
         return self.played.step_s
 
@@ -179,7 +184,7 @@ class Forecaster:
                 near = other.step_s is not None and other.step_s < NEAR * choice.timeline.step_s
                 if near and {r for stage in other.split.stages for r in stage.ranks} == set(range(len(self.places))):
                     found.append(self.reckon(other.split, self._plan_of(other.split, self.rows), "auto", choice))
-        return sorted(found, key=lambda v: (not v.fits, v.step_s if v.fits else _over(v)))
+        return sorted(found, key=lambda v: (not v.fits_memory, v.step_s if v.fits_memory else _over(v)))
 
     def keeps(self, split: Split, choice: Choice | None = None) -> bool:
         """Whether some rank has room to keep activations."""
@@ -382,19 +387,18 @@ def _fill(choose: Callable[[int | None], process.Choice], have: int) -> Held:
     """Of a GPU: the engine's own share for weights where all fits so; else the budget for weights with which the peak comes near
     to the device's memory."""
     found, asked = choose(None), None
+    last = found
     if found.plan.peak_bytes <= have and not found.residency.streamed:
         return found, None
-    budget = found.residency.total_bytes
     for _ in range(FILL_TRIES):
-        spare = have - found.plan.peak_bytes
+        spare = have - last.plan.peak_bytes
         if 0 <= spare < have / 40:
             break
-        movable = found.boundary_room or 0.0
-        budget = max(round(budget + (spare - have / 100) / (1 + MARGIN_SHARE) + (movable if spare > 0 else 0)), 1)
-        tried = choose(budget)
-        if tried.plan.peak_bytes > have and found.plan.peak_bytes <= have:
-            break
-        found, asked, budget = tried, budget, min(budget, tried.residency.total_bytes)
+        budget = max(round(last.residency.total_bytes + (spare - have / 100) / (1 + MARGIN_SHARE)), 1)
+        last = choose(budget)
+        holds_more = last.residency.packed_bytes > found.residency.packed_bytes
+        if found.plan.peak_bytes > have or (last.plan.peak_bytes <= have and holds_more):
+            found, asked = last, budget
     return found, asked
 
 
@@ -405,7 +409,13 @@ def program_bytes(chosen: process.Choice) -> int:
 
 def identity_of(place: RankPlace, dtype: Dtype) -> Identity:
     """As runs on such a device are known in a calibration."""
-    return Identity(device=place.facts.name, threads=place.threads, dtype=dtype)
+    return Identity(device=place.facts.name, threads=place.threads, dtype=dtype, kernels=place.facts.kernels is not None)
+
+
+def identities_of(question: Question) -> list[Identity]:
+    """Of every rank."""
+    places = places_of(question.machine, question.compute, question.memory, question.devices)
+    return [identity_of(place, _dtype(question.compute, place.facts)) for place in places]
 
 
 def in_dtype(facts: DeviceFacts, dtype: str) -> DeviceFacts:

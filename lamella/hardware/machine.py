@@ -16,7 +16,8 @@ FORMAT_VERSION = 1
 
 ProductForm = Literal["forward", "backward", "narrow", "widen", "narrow_back", "widen_back", "gradient"]
 RowKind = Literal["norm", "norm_back", "rotate", "rotate_back", "gated", "gated_back", "add", "copy", "cast", "accumulate",
-                  "peak", "loss", "router", "router_back", "balance", "spread"]  # fmt: skip
+                  "peak", "loss", "router", "router_back", "balance", "spread", "dequantise"]  # fmt: skip
+FixedWork = Literal["forward", "forward_kept", "backward", "backward_again", "bind", "head", "prologue", "update"]
 
 
 class MatmulPoint(Section):
@@ -83,6 +84,25 @@ class RowPoint(Section):
     values_per_s: float
 
 
+class FixedCost(Section):
+    """What a small model's step was seen to take beyond the time of its kernels: interpreter, dispatch and autograd, with the
+    caches as the kernels leave them.
+
+        forward, forward_kept     one layer and micro-batch without and with gradients
+        backward, backward_again  its backward pass, from what was kept and with the forward pass again
+        bind                      a layer's turn: finding its bytes, hanging them into its modules
+        head, prologue            a micro-batch
+        update                    a trained tensor
+    """
+
+    work: FixedWork
+    experts: bool = False
+    """Of a layer with routed experts."""
+    everywhere: bool = False
+    """LoRA on more than attention."""
+    seconds: float
+
+
 class KernelRates(Section):
     """What a step's time is made of, measured at real shapes with the threads that training uses."""
 
@@ -94,7 +114,8 @@ class KernelRates(Section):
     row_bytes_per_s: float
     """Norms, rotary, activations and sums where `rows` has no figure: bytes read and written."""
     call_s: float
-    """Fixed cost of one operation (dispatch, autograd), whatever its size."""
+    """Of one small operation (dispatch, autograd) among others of its kind, caches warm."""
+    fixed: tuple[FixedCost, ...] = ()
     update_parameters_per_s: float
     """Trained parameters that the optimizer passes: gradient norm and update."""
 

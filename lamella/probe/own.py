@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lamella.hardware.machine import AttentionPoint, ExpertPoint, RowKind, RowPoint
-from lamella.kernels import attention, experts, rows
+from lamella.kernels import AbsmaxState, attention, dequantize_nf4, experts, rows
 from lamella.probe.pool import Pool
 from lamella.probe.timing import Piece
 
@@ -275,3 +276,37 @@ def row_pieces(sizes: Sequence[int], tokens: Sequence[int], pool: Pool) -> list[
         return []
     passes = [piece for values in sizes for piece in _passes(values, pool)]
     return passes + ([piece for n in tokens for piece in _routing(n, pool)] if experts.route() is not None else [])
+
+
+# ---- 4-bit weights --------------------------------------------------------------------------------------------------
+
+
+def dequantise_pieces(sizes: Sequence[int], pool: Pool) -> list[Piece[RowRun]]:
+    """Matrices of so many weights, double quantised, to bf16; what comes out is read soon after and lies in one place."""
+
+    def piece(values: int) -> Piece[RowRun]:
+        blocks = values // BLOCK
+        codes = pool.tensor("codes", values // 4).view(torch.uint8)
+        state = AbsmaxState(
+            torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.linspace(-0.01, 0.01, 256),
+            torch.ones(-(-blocks // 256)), torch.tensor(0.03),
+        )  # fmt: skip
+        out = pool.tensor("weights", values)
+        return Piece(RowRun("dequantise", values), lambda: dequantize_nf4(codes, state, out))
+
+    return [piece(values) for values in sizes]
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------
+
+
+def updating(parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
+    """Gradient norm, clipping and AdamW of these, as `train.optimizer` does them."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def update() -> None:
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        clip_grads_with_norm_(parameters, 1.0, torch.tensor(float(norm)))
+        optimizer.step()
+
+    return update

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lamella.hardware.machine import KernelRates
 from lamella.probe import own, products
+from lamella.probe.in_place import measure_in_place
 from lamella.probe.pool import Pool
 from lamella.probe.timing import Effort, Piece, measure
 
@@ -19,6 +18,7 @@ LENGTHS, LENGTHS_QUICK = (32, 128, 512, 2048, 8192), (64, 512)
 HEAD_SIZES = (64, 128)
 VALUES, VALUES_QUICK = (1 << 15, 1 << 18, 1 << 21, 1 << 24), (1 << 15, 1 << 21)
 ROUTED, ROUTED_QUICK = (32, 512, 4096), (64, 1024)
+WEIGHTS, WEIGHTS_QUICK = (1 << 16, 1 << 19, 1 << 22, 1 << 25), (1 << 18, 1 << 22)
 UPDATED = 1 << 21
 CHAIN = 100
 ENOUGH_S = 25.0
@@ -34,6 +34,7 @@ class KernelWork:
         self.experts = own.expert_pieces(own.EXPERTS_QUICK if quick else own.EXPERTS, pool)
         self.attention = own.attention_pieces(LENGTHS_QUICK if quick else LENGTHS, HEAD_SIZES, pool)
         self.rows = own.row_pieces(VALUES_QUICK if quick else VALUES, ROUTED_QUICK if quick else ROUTED, pool)
+        self.rows += own.dequantise_pieces(WEIGHTS_QUICK if quick else WEIGHTS, pool)
         self.others = [Piece("call", call_chain()), Piece("update", update_of(UPDATED)), Piece("sum", plain_sum(pool))]
 
     def groups(self) -> dict[str, list[Piece[Any]]]:
@@ -41,7 +42,7 @@ class KernelWork:
         return {"matrix products": self.products, "experts on 4-bit weights": self.experts, "attention": self.attention,
                 "norms, activations and routing": self.rows, "calls and optimizer": self.others}  # fmt: skip
 
-    def rates(self, threads: int, seconds: Callable[[Piece[Any]], float] = lambda piece: piece.best_s) -> KernelRates:
+    def rates(self, threads: int, seconds: Callable[[Piece[Any]], float] = lambda piece: piece.median_s) -> KernelRates:
         """`seconds`: of a piece, from its rounds."""
         others = {piece.key: seconds(piece) for piece in self.others}
         return KernelRates(
@@ -57,7 +58,7 @@ class KernelWork:
 
 
 def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str], None]) -> KernelRates:
-    """Measure products, experts, attention and row-wise work of this CPU in bf16.
+    """Measure products, experts, attention and row-wise work of this CPU in bf16, and what a layer takes besides.
 
     Args:
         threads: of torch; None: as torch has them.
@@ -65,18 +66,17 @@ def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str
         on_progress: told what is measured now.
     """
     before = torch.get_num_threads()
-    effort = Effort(2, 0.002) if quick else Effort(4, 0.004)
+    effort = Effort(2, 0.001) if quick else Effort(4, 0.003)
     try:
         torch.set_num_threads(threads or before)
         work = KernelWork(quick)
-        start_s = time.perf_counter()
         for turn in range(effort.rounds):
-            if turn > 1 and time.perf_counter() - start_s > ENOUGH_S:
-                break
             for what, pieces in work.groups().items():
                 on_progress(f"{what}, round {turn + 1} of {effort.rounds}")
                 measure(pieces, Effort(1, effort.turn_s))
-        return work.rates(torch.get_num_threads())
+        rates = work.rates(torch.get_num_threads())
+        del work
+        return rates.model_copy(update={"fixed": measure_in_place(rates, quick, on_progress)})
     finally:
         torch.set_num_threads(before)
 
@@ -113,15 +113,8 @@ def plain_sum(pool: Pool) -> Callable[[], object]:
 
 
 def update_of(parameters: int) -> Callable[[], object]:
-    """Gradient norm, clipping and AdamW of so many parameters, as `train.optimizer` does them."""
+    """The optimizer's work on so many parameters in eight tensors."""
     held = [torch.nn.Parameter(torch.zeros(parameters // 8)) for _ in range(8)]
-    optimizer = torch.optim.AdamW(held, lr=1e-4, fused=True)
     for p in held:
         p.grad = torch.full_like(p, 1e-3)
-
-    def update() -> None:
-        norm = get_total_norm([p.grad for p in held if p.grad is not None])
-        clip_grads_with_norm_(held, 1.0, torch.tensor(float(norm)))
-        optimizer.step()
-
-    return update
+    return own.updating(held)

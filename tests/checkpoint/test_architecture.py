@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lamella.checkpoint.architecture import ALIASES, tensor_shapes
+from lamella.checkpoint.architecture import ALIASES, architecture_of, tensor_shapes
 from lamella.checkpoint.families import FAMILIES
 from lamella.checkpoint.family_defaults import DEFAULTS
 from lamella.errors import UserError
@@ -36,6 +36,18 @@ def test_every_tensor_is_the_one_transformers_has(name):
     assert bool(beyond) == bool(
         FAMILIES[config.model_type].predicts and config.to_dict().get("num_nextn_predict_layers")
     )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layers_attend_as_transformers_has_it(name):
+    config = tiny(name, num_hidden_layers=7) if not VARIANTS[name].get("layer_types") else tiny(name)
+    tree = json.loads(config.to_json_string(use_diff=False))
+    said = tree.pop("layer_types", None)
+    kinds = list(architecture_of(tree).kinds)
+    if said is None:
+        window = getattr(config, "sliding_window", None)
+        said = ["full_attention" if not window else "sliding_attention"] * config.num_hidden_layers
+    assert kinds == said
 
 
 def test_all_families_are_compared():

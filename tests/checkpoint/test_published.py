@@ -40,7 +40,7 @@ POINTS = [
     Point("Mixtral-8x7B", "total", 46_702_792_704, 0, KERAS),
     Point("Mixtral-8x7B", "active with embedding", 12.9e9, 0.005, "mistral.ai/news/mixtral-of-experts"),
     Point("Mixtral-8x22B", "total", 140_620_634_112, 0, "hub, mistral-community/Mixtral-8x22B-v0.1, discussion 6"),
-    Point("Mixtral-8x22B", "active with embedding", 39_152_031_744, 1e-5, "the same (which counts routers' rows whole)"),
+    Point("Mixtral-8x22B", "active with embedding", 39_152_031_744, 1e-9, "the same"),
     Point("GPT-OSS-20B", "total", 20.91e9, 0.0005, GPT_OSS),
     Point("GPT-OSS-20B", "active", 3.61e9, 0.0015, GPT_OSS),
     Point("GPT-OSS-20B", "checkpoint", 12.8 * 2**30, 0.004, GPT_OSS),

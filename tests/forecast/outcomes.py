@@ -42,7 +42,7 @@ def forecast_of(question, ranks=None, **changes):
     played = Played(
         start_s=(0.0,), end_s=(9.5,), step_s=9.5, seconds={r.rank: r.seconds for r in ranks},
         causes={r.rank: r.causes for r in ranks}, wait_s={r.rank: r.wait_s for r in ranks},
-        busy={r.rank: r.busy for r in ranks}, links=links, pieces={}, path=(0,),
+        busy={r.rank: r.busy for r in ranks}, links=links, path=(0,),
         bottleneck=(Part("compute of rank 0", 9.0, 0.947), Part("link of rank 1", 0.5, 0.053)),
     )  # fmt: skip
     host = HostForecast("box", {"programs": 8_000_000_000}, 512_000_000_000, {}, None, {"store": 123_000_000_000}, None,

@@ -1,7 +1,5 @@
 """Lists of pieces played through: cases worked out by hand, and what holds for every list."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +63,7 @@ def test_two_devices_on_one_root_copy_at_half_rate():
     assert play(both[:1], links).step_s == pytest.approx(10)
     assert play(both, links).step_s == pytest.approx(20)
     # The second begins when the first is half done, at 5 s: both at half rate until the first ends at 15, then 50 bytes are left.
-    late = play([both[0], compute(5, rank=1), replace(both[1], after=(1,))], links)
+    late = play([both[0], compute(5, rank=1), both[1]._replace(after=(1,))], links)
     assert late.end_s == pytest.approx((15, 5, 20))
 
 
@@ -190,7 +188,7 @@ def test_bounds(items):
 def test_twice_as_fast_takes_half(items):
     played = play(items, LINKS)
     assert played == play(items, LINKS)
-    fast = [replace(item, seconds=item.seconds / 2, latency_s=item.latency_s / 2) for item in items]
+    fast = [item._replace(seconds=item.seconds / 2, latency_s=item.latency_s / 2) for item in items]
     twice = play(fast, {link: 2 * rate for link, rate in LINKS.items()})
     assert twice.end_s == pytest.approx([end / 2 for end in played.end_s])
     assert twice.path == played.path

@@ -98,4 +98,7 @@ def test_on_a_device(store, order, on_device, in_host, first_trained):
     assert (len(placed.resident), len(placed.pinned)) == (on_device, in_host)
     own = rank_plan(resident=placed.resident, pinned=frozenset(placed.pinned), accelerator=True)
     stage = range(LAYERS)
-    assert listed(own, order, first_trained, stage) == bound(weights, order, first_trained, stage)
+    planned, seen = listed(own, order, first_trained, stage), bound(weights, order, first_trained, stage)
+    for found in (planned, seen):  # what is in host memory already may overtake what is being read
+        found["wait_host"].sort()
+    assert planned == seen

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from lamella.config import build_run_config
+from lamella.forecast.compare import compare_run
+from lamella.forecast.document import write_plan
+from lamella.forecast.events import play
 from lamella.forecast.items import part_of_share, step_items
 from lamella.forecast.pieces import pieces_of_items, read_traced
 from lamella.plan.costs import LayerCost, ModelCost, RowCost
@@ -18,6 +21,8 @@ from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
 from tests.distributed import run_as_ranks
 from tests.forecast.cases import HIDDEN, rank_plan, shape, sites
+from tests.forecast.outcomes import forecast_of, question_of
+from tests.forecast.test_present import document_of
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +48,8 @@ def listed(split, row_costs, own, group_bytes):
     ranks = [own] * world
     if split.stages[0].way == "experts":
         ranks = [replace(own, part=part_of_share(share)) for share in split.stages[0].shares]
-    return pieces_of_items(step_items(split, plan, model, row_costs, ranks, {}, sites(LAYERS), dtype_bytes=4)), plan
+    items = step_items(split, plan, model, row_costs, ranks, {}, sites(LAYERS), dtype_bytes=4)
+    return pieces_of_items(items), items
 
 
 def lengths_of(config):
@@ -104,12 +110,30 @@ def test_two_stages(tmp_path, real_config):
     split = {"kind": "stages", "layers": [3, 1], "groups": 2, "rebalance": False}
     config = real_config("dense", **TRACE, split=split, memory={"recompute": "always"})
     run(config, 2)
-    expected, _ = listed(STAGES, lengths_of(config), rank_plan(resident=range(LAYERS)), 1)
+    expected, items = listed(STAGES, lengths_of(config), rank_plan(resident=range(LAYERS)), 1)
     traced = read_traced(tmp_path / "run" / "trace.json", 2)
     check(traced, expected, 2)
     for key in expected:
         if key.cause in ("send", "receive"):  # after the last step the adapter is gathered too
             assert traced.pieces[0][key].nbytes == expected[key].nbytes
+    compared(tmp_path / "run", items)
+
+
+def compared(folder, items):
+    """The run with such a plan: every piece finds its counterpart."""
+    played, question = play(items, {}), question_of()
+    document = document_of(question, forecast_of(question), figures={
+        "step_s": played.step_s, "step_tokens": 1000.0, "tokens_per_s": 1.0, "played": played.to_dict(),
+        "ranks": [{"device": k, "need": 10**9} for k in range(2)],
+    })  # fmt: skip
+    write_plan(folder / "plan.json", document)
+    found = compare_run(folder)
+    assert (found.steps, found.traced_steps, found.missing) == (2, 2, ())
+    assert {x.what for x in found.pieces if x.where == "rank 1"} >= {"forward 3", "head", "backward 3", "update"}
+    assert all(x.measured > 0 for x in found.pieces)
+    sent = {x.where: x for x in found.summary if x.what.startswith("bytes to rank")}
+    assert all(1 <= x.ratio < 1.6 for x in sent.values())  # after the last step the adapter is gathered too
+    assert {x.what for x in found.summary} >= {"computing", "idle", "peak memory", "exchange and waiting for others"}
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
