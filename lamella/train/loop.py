@@ -125,8 +125,10 @@ def train_run(
         beginning = ranks.on_first(lambda: _begin(folder, mode))
         parts = assemble(config, ranks, beginning.checkpoint is None)
         try:
+            if plan is None and ranks.first and parts.forecast is not None:
+                plan = parts.forecast(machine)
             run = _open_run(config, ranks, folder, parts, beginning)
-            ranks.on_first(lambda: _start(folder, beginning, parts, plan, machine))
+            ranks.on_first(lambda: _start(folder, beginning, plan))
             return _train(run)
         finally:
             parts.engine.close()
@@ -154,9 +156,7 @@ def _begin(folder: RunFolder, mode: Mode) -> Beginning:
     return beginning
 
 
-def _start(folder: RunFolder, beginning: Beginning, parts: Parts, plan: PlanFile | None, machine: Path | None) -> None:
-    if plan is None and parts.forecast is not None:
-        plan = parts.forecast(machine)
+def _start(folder: RunFolder, beginning: Beginning, plan: PlanFile | None) -> None:
     folder.start(beginning)
     if plan is not None:
         write_plan(folder.plan_path, plan)
