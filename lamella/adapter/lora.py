@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from lamella.adapter.pages import PagedParameters, StatePages
@@ -66,6 +68,11 @@ class SiteSpec:
         return (self.outputs, self.rank) if self.experts is None else (self.experts, self.outputs, self.rank)
 
     @property
+    def numel(self) -> int:
+        """Parameters of the pair."""
+        return math.prod(self.a_shape) + math.prod(self.b_shape)
+
+    @property
     def weight_class(self) -> str:
         """`experts`, `attention` or `mlp`, for reports."""
         if self.experts is not None or ".experts." in f".{self.path}.":
@@ -111,6 +118,7 @@ class Adapter:
         origin: what `load` read besides the tensors (empty for a new adapter).
         linear_names: full names of all linear layers of the model, adapted or not.
         fused_experts: whether the model has experts fused into 3-D parameters, adapted or not.
+        seed: that `reset` was last given; None: the values came from elsewhere from the start.
     """
 
     def __init__(self, sites: list[SiteSpec], dropout: float, rslora: bool, pages_in: PagesIn | None = None) -> None:
@@ -120,16 +128,13 @@ class Adapter:
         self.origin: dict[str, Any] = {}
         self.linear_names: list[str] = []
         self.fused_experts = False
+        self.seed: int | None = None
         shapes: dict[int, dict[str, tuple[int, ...]]] = {}
         for site in sites:
             shapes.setdefault(site.layer, {}).update(
                 {f"{site.key}.lora_A": site.a_shape, f"{site.key}.lora_B": site.b_shape}
             )
-        folder = (
-            pages_in(sum(math.prod(shape) for named in shapes.values() for shape in named.values()))
-            if pages_in
-            else None
-        )
+        folder = pages_in(sum(site.numel for site in sites)) if pages_in else None
         self.pages = None if folder is None else StatePages(folder, shapes)
         self._parameters: dict[str, nn.Parameter] = {}
         if self.pages is not None:
@@ -180,16 +185,53 @@ class Adapter:
         self.fused_experts = any(c.experts is not None for c in _candidates(skeleton))
 
     def reset(self, seed: int) -> None:
-        """Set every A to its seeded initial values and every B to zero."""
-        with torch.no_grad():
-            for site in self.sites.values():
-                digest = hashlib.sha256(f"{seed}/{site.key}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                bound = 1 / math.sqrt(site.inputs)
-                a, b = self.pair(site.key)
-                a.uniform_(-bound, bound, generator=generator)
-                if not is_zero(b):  # new pages hold zeros already; writing them again would make the disk work
+        """Set every A to its seeded initial values and every B to zero; in pages, each layer when it is next entered."""
+        self.seed = seed
+        if self.pages is None:
+            with torch.no_grad():
+                for site in self.sites.values():
+                    a, b = self.pair(site.key)
+                    self._draw(site, a)
                     b.zero_()
+            return
+        pages, by_layer = self.pages, defaultdict[int, list[SiteSpec]](list)
+        for site in self.sites.values():
+            by_layer[site.layer].append(site)
+
+        def fill(layer: int, fresh: bool) -> None:
+            for site in by_layer[layer]:
+                self._draw(site, pages.view(f"{site.key}.lora_A", "master"))
+                if not fresh:  # else there are zeros; writing them again would make the disk work
+                    pages.view(f"{site.key}.lora_B", "master").zero_()
+
+        pages.fill_later(fill)
+
+    def _draw(self, site: SiteSpec, out: Tensor) -> Tensor:
+        """Initial values of a site's A, written to `out`: a function of the seed and the site's name."""
+        digest = hashlib.sha256(f"{self.seed}/{site.key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(site.inputs)
+        return out.uniform_(-bound, bound, generator=generator)
+
+    def initial(self, name: str) -> Tensor:
+        """What `reset` gave this parameter, made again."""
+        assert self.seed is not None, "its values came from elsewhere"
+        key, _, which = name.rpartition(".")
+        site = self.sites[key]
+        return self._draw(site, torch.empty(site.a_shape)) if which == "lora_A" else torch.zeros(site.b_shape)
+
+    def begins_zero(self, name: str) -> bool:
+        """Whether `reset` makes this parameter zero."""
+        return name.endswith(".lora_B")
+
+    def recipe(self) -> str:
+        """What the values that `reset` gives are a function of; and, of this machine's generator, the first A's checksum.
+
+        A checksum of all values would take a pass over them.
+        """
+        drawn = xxhash.xxh3_128_hexdigest(self.initial(f"{next(iter(self.sites))}.lora_A").numpy().data)
+        shapes = (f"{site.key} {site.a_shape} {site.b_shape}" for site in self.sites.values())
+        return f"uniform, seed {self.seed}, first {drawn}; {'; '.join(shapes)}"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`<key>.lora_A` and `<key>.lora_B` -> fp32 master, in model order."""

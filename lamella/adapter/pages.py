@@ -3,7 +3,8 @@
 For adapters whose state (16 bytes per parameter) outgrows memory. The file is laid out by layer; a pass over the
 parameters holds the pages of the layer it is at, and lets go of them when it goes on to another: they stay in the
 kernel's page cache as long as there is room, and go to the file when there is not. The file has no name: it is gone
-with the process. Values are the same as in RAM, bit for bit.
+with the process. Values are the same as in RAM, bit for bit; a layer's initial ones are written when it is first
+entered, so a run begins without a pass over the file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import ItemsView, Mapping
+import threading
+from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +29,8 @@ Slot = Literal["master", "grad", "exp_avg", "exp_avg_sq"]
 SLOTS: tuple[Slot, ...] = ("master", "grad", "exp_avg", "exp_avg_sq")
 STATE_BYTES = 4 * len(SLOTS)
 """Bytes of state per trained parameter."""
+Fill = Callable[[int, bool], None]
+"""Writes a layer's masters; told whether that layer was never entered before, so all is zero."""
 _ALIGN_BYTES = 64
 
 
@@ -46,6 +50,10 @@ class StatePages:
         self._places: dict[tuple[str, Slot], tuple[int, tuple[int, ...]]] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
         self._at: int | None = None
+        self._fill: Fill | None = None
+        self._unfilled: set[int] = set()
+        self._entered: set[int] = set()
+        self._filling = threading.Lock()
         position = 0
         for layer, named in shapes.items():
             start = position
@@ -72,9 +80,21 @@ class StatePages:
             found.setdefault(layer, []).append(name)
         return list(found.values())
 
+    def fill_later(self, fill: Fill) -> None:
+        """Have each layer's masters written by `fill` when it is next entered."""
+        with self._filling:
+            self._fill, self._unfilled = fill, set(self._ranges)
+
     def enter(self, name: str) -> None:
         """Work goes to this parameter: let go of another layer's pages."""
         layer = self.layer_of[name]
+        if layer in self._unfilled:
+            with self._filling:  # a thread that saves may come here too
+                if layer in self._unfilled:
+                    assert self._fill is not None
+                    self._fill(layer, layer not in self._entered)
+                    self._unfilled.discard(layer)
+        self._entered.add(layer)
         if self._at is not None and self._at != layer:
             self._map.madvise(mmap.MADV_DONTNEED, *self._ranges[self._at])
         self._at = layer
@@ -96,7 +116,10 @@ def _mapped(folder: Path, nbytes: int) -> mmap.mmap:
 
 
 class PagedParameters(dict[str, nn.Parameter]):
-    """Parameters in `StatePages`: who takes or passes one lets go of the layer he was at before."""
+    """Parameters in `StatePages`: who takes or passes one lets go of the layer he was at before.
+
+    `values()` gives them without entering: for who looks at no values.
+    """
 
     def __init__(self, pages: StatePages) -> None:
         super().__init__((name, nn.Parameter(pages.view(name, "master"))) for name in pages.layer_of)

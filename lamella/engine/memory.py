@@ -201,7 +201,7 @@ def predict(
         head=probe_head(walk, max(positions)),
         said="measured on a probe",
     )
-    per_layer = [sum(p.numel() for s in adapter.layer_sites(i) for p in adapter.pair(s.key)) for i in weights.layers]
+    per_layer = [sum(s.numel for s in adapter.layer_sites(i)) for i in weights.layers]
     process = Process(
         imports_bytes=imports_bytes, element=size, threads=torch.get_num_threads(), compiles=walk.compiles_shapes,
         cpu=weights.device.type == "cpu", tuned_heap=tuned_heap, updates=updates, state_on_disk=state_on_disk,

@@ -293,7 +293,7 @@ class Walk:
         """One layer on random hidden states of a batch, to be run under a ledger: output, and what has gradients."""
         assert self.adapter is not None
         self.unhang_all()
-        self.weights.bind(layer)
+        self.weights.blank(layer)
         self.hang(layer, grad=True)
         item = self.enter(batch, 0)
         generator = torch.Generator(self.weights.device).manual_seed(0)

@@ -40,6 +40,7 @@ from lamella.engine.gather import LayerGather, Peers
 from lamella.engine.parts import Held, covers, held_of, ranges_of
 from lamella.forecast.residency import HOST_SHARE, Residency, place_layers, plan_residency
 from lamella.hardware.memory import memory_limit_bytes
+from lamella.kernels import dequantize_nf4_many
 from lamella.models.binding import plan_binding
 from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import Cut, ParamPlan
@@ -55,6 +56,8 @@ T = TypeVar("T")
 
 SHARED = "shared map"
 ALIGN_BYTES = 64
+MOST_JOBS = 64
+"""Tensors of a layer dequantised in one call; stacks of experts go by runs that lie side by side instead."""
 _PIECE_NUMEL = 8 << 20
 """Values converted at once."""
 
@@ -125,11 +128,13 @@ class LayerWeights:
         self.store, self.skeleton, self.device = store, skeleton, device
         self.bound: int | None = None
         self._filled: int | None = None
+        self._blanked = False
         self.gather: LayerGather | None = None
         self._together = False
         self.cuts: dict[str, Cut] = {}
         self._absent: frozenset[str] = frozenset()
         self._small: dict[str, Tensor] = {}
+        self._packable: dict[str, bool] = {}
         shapes = {r.name: r.shape for key, _ in store.manifest.groups() for r in store.records(key)}
         self.plans = plan_binding(skeleton, shapes, str(store.path))
         self._stored_dtypes = {
@@ -226,8 +231,11 @@ class LayerWeights:
         return self.skeleton.layers[plan.layer].get_submodule(path), key
 
     def _stays_packed(self, plan: ParamPlan) -> bool:
-        quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
-        return quantised and can_stay_packed(plan, self._owner(plan)[0], self.store.manifest.block_size)
+        if plan.name not in self._packable:
+            quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
+            block_size = self.store.manifest.block_size
+            self._packable[plan.name] = quantised and can_stay_packed(plan, self._owner(plan)[0], block_size)
+        return self._packable[plan.name]
 
     @property
     def buffer_bytes(self) -> int:
@@ -332,10 +340,13 @@ class LayerWeights:
 
     def _bind_layers(self) -> None:
         self._fills: list[list[Fill]] = []
+        self._jobs: list[Tensor | None] = []
         self._experts: list[list[ExpertBytes]] = []
+        self._at_work: list[ExpertBytes] = []
         for i in range(len(self.skeleton.layers)):
             plans = self._by_layer.get(i, [])
             self._fills.append(self._bind_layer(plans))
+            self._jobs.append(self._jobs_of(i) if self.device.type == "cpu" else None)
             self._experts.append(self._bind_experts(plans))
 
     def _bind_layer(self, plans: list[ParamPlan]) -> list[Fill]:
@@ -357,6 +368,22 @@ class LayerWeights:
                 view = self._small[plan.name]
             _set(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
         return fills
+
+    def _jobs_of(self, i: int) -> Tensor | None:
+        """Layer i's fills for one call of the kernels, where all are whole tensors and few."""
+        fills = self._fills[i]
+        if any(fill.part is not None for fill in fills) or not 0 < sum(len(fill.names) for fill in fills) <= MOST_JOBS:
+            return None
+        records = {record.name: record for record in self.store.records(i)}
+        jobs = []
+        for fill in fills:
+            at = fill.out.storage_offset()
+            for name in fill.names:
+                parts = {part: offset for part, (offset, _) in records[name].parts.items()}
+                kinds = ("codes", "absmax", "absmax_q", "absmax_code", "absmax2", "offset")
+                jobs.append([*(parts.get(kind, -1) for kind in kinds), at, records[name].numel])
+                at += records[name].numel
+        return torch.tensor(jobs, dtype=torch.int64)
 
     def _bind_experts(self, plans: list[ParamPlan]) -> list[ExpertBytes]:
         """Hang the whereabouts of packed experts into their modules."""
@@ -399,6 +426,7 @@ class LayerWeights:
         self.gather = None
         self.cuts, self._absent = dict(cuts), frozenset(absent)
         fixed = self.residency.fixed_bytes - self._buffer.nbytes
+        self._packable.clear()
         self._buffer = self._new_buffer()
         self._bind_layers()
         self._packed.clear()
@@ -434,9 +462,11 @@ class LayerWeights:
 
     def _let_go(self) -> None:
         """No layer is at work."""
-        for experts in self._experts[self._filled] if self._filled is not None else ():
+        for experts in self._at_work:
             experts.group = None
+        self._at_work = []
         self.bound = self._filled = None
+        self._blanked = False
 
     # ---- together with other ranks ----------------------------------------------------------------
 
@@ -598,15 +628,35 @@ class LayerWeights:
 
     def _fill(self, i: int, packed: PackedGroup) -> None:
         """Dequantise layer i into the place its modules look at."""
+        self._blanked = False
         with RECORDER.span("dequantise", f"layer {i}"):
-            for fill in self._fills[i]:
-                fill.run(packed)
-        for other in self._experts[self._filled] if self._filled is not None else ():
+            jobs = self._jobs[i]
+            if jobs is not None and packed.buffer.device.type == "cpu":
+                dequantize_nf4_many(packed.buffer, jobs, self._buffer, packed.block_size)
+            else:
+                for fill in self._fills[i]:
+                    fill.run(packed)
+        self._put_to_work(i, packed)
+        self._filled = i
+
+    def _put_to_work(self, i: int, packed: PackedGroup) -> None:
+        for other in self._at_work:
             other.group = None
-        for experts in self._experts[i]:
+        self._at_work = self._experts[i]
+        for experts in self._at_work:
             experts.group = packed
         torch.autograd.graph.increment_version(self._buffer)
-        self._filled = i
+
+    def blank(self, i: int) -> None:
+        """Let layer i's modules look at zeros in the place of its quantised weights, until a layer is bound: for work whose
+        memory is looked at and not its values. Nothing is read, where bytes would come from disk."""
+        if self.copier is not None or self._maps or i in self._packed or self._ranges(i) is not None:
+            self.bind(i)
+            return
+        if not self._blanked:
+            self._buffer.zero_()
+        self._put_to_work(i, self.store.blank(i))
+        self._filled, self._blanked = None, True
 
     def _take(self, i: int) -> PackedGroup:
         """Layer i's bytes on the device."""

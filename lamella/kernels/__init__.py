@@ -26,7 +26,7 @@ from lamella.kernels.library import ISAS, CpuKernels, load
 
 __all__ = [
     "BACKENDS", "AbsmaxRun", "AbsmaxState", "backend", "by_triton", "cuda_backend", "dequantize_absmax", "dequantize_nf4",
-    "dequantize_nf4_run", "keep_mask", "quantize_absmax", "quantize_nf4", "resolve",
+    "dequantize_nf4_many", "dequantize_nf4_run", "keep_mask", "quantize_absmax", "quantize_nf4", "resolve",
 ]  # fmt: skip
 
 BACKENDS = ("c-avx512", "c-avx2", "c-portable", "torch")
@@ -60,6 +60,10 @@ class Kernels(Protocol):
         *,
         stream: bool | None = None,
         threads: int | None = None,
+    ) -> Tensor: ...
+
+    def dequantize_nf4_many(
+        self, base: Tensor, jobs: Tensor, out: Tensor, block_size: int = 64, *, threads: int | None = None
     ) -> Tensor: ...
 
     def keep_mask(self, row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor: ...
@@ -223,6 +227,24 @@ def dequantize_nf4_run(codes: Tensor, run: AbsmaxRun, out: Tensor, block_size: i
 
         return nf4.dequantize_nf4_run(codes, run, out, block_size)
     return reference.dequantize_nf4_run(codes, run, out, block_size)
+
+
+def dequantize_nf4_many(
+    base: Tensor, jobs: Tensor, out: Tensor, block_size: int = 64, *, threads: int | None = None
+) -> Tensor:
+    """Dequantise tensors that lie in one buffer, in one call; on a CPU.
+
+    Args:
+        base: uint8, contiguous.
+        jobs: int64 [tensors, JOB]; see `layout.JOB`.
+        out: fp32, bf16 or fp16, contiguous.
+        block_size: as when quantised.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        `out`, bit for bit as tensor by tensor.
+    """
+    return _resolved()[1].dequantize_nf4_many(base, jobs, out, block_size, threads=threads)
 
 
 def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:

@@ -95,12 +95,14 @@ class PackedExperts:
         buffer: uint8, the layer's packed bytes.
         table: int64 [E, 3, PARTS]: gate, up [I, H] and down [H, I] of each expert.
         hidden, inner: H and I, multiples of 64.
+        blank: no weights are there: outputs are made and left as they are (their memory is looked at, not their values).
     """
 
     buffer: Tensor
     table: Tensor
     hidden: int
     inner: int
+    blank: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def forward(
             None if lora2 is None else x_TH.new_empty(rows, lora2.a.shape[1]),
         )  # fmt: skip
         job.gate, job.up, job.xa1, job.xa2 = map(_pointer, (saved.gate, saved.up, saved.xa1, saved.xa2))
-    _call(_library().lamella_experts_forward, job)
+    if not weights.blank:
+        _call(_library().lamella_experts_forward, job)
     return saved
 
 
@@ -261,7 +264,8 @@ def backward(
     ]
     for name, gradient in zip(names, gradients, strict=True):
         setattr(job, name, gradient.data_ptr())
-    _call(_library().lamella_experts_backward, job)
+    if not weights.blank:
+        _call(_library().lamella_experts_backward, job)
     return dweight_S, gradients
 
 

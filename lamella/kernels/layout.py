@@ -183,3 +183,17 @@ def check_keep(row_keys: Tensor, columns: int, p: float) -> None:
 def drop_threshold(p: float) -> int:
     """A 32-bit hash below this drops its element."""
     return min(round(p * 2**32), 2**32 - 1)
+
+
+JOB = 8
+"""Numbers of a tensor in `dequantize_nf4_many`: byte offsets of codes, absmax (-1: double quantised), absmax_q,
+absmax_code, absmax2 and offset in the buffer (-1: not there), its first value's place in the output, its values."""
+
+
+def check_jobs(base: Tensor, jobs: Tensor, out: Tensor) -> None:
+    assert base.dtype == torch.uint8
+    assert base.is_contiguous()
+    assert jobs.dtype == torch.int64
+    assert jobs.is_contiguous()
+    assert jobs.shape[1:] == (JOB,)
+    assert out.is_contiguous()

@@ -14,6 +14,7 @@ from lamella.kernels.layout import (
     AbsmaxState,
     block_count,
     check_dequantize,
+    check_jobs,
     check_keep,
     check_part,
     check_state,
@@ -45,6 +46,10 @@ def load(path: Path) -> ctypes.CDLL:
         c_int, pointer, pointer, pointer, pointer, pointer, c_float, pointer, c_int, c_int64, c_int64, c_int, c_int,
     ]  # fmt: skip
     lib.lamella_dequantize.restype = None
+    lib.lamella_dequantize_many.argtypes = [
+        c_int, pointer, pointer, c_int64, pointer, c_int, c_int64, c_int64, c_int,
+    ]  # fmt: skip
+    lib.lamella_dequantize_many.restype = None
     lib.lamella_quantize_absmax.argtypes = [pointer, c_float, pointer, c_int64, pointer, pointer, c_int]
     lib.lamella_dequantize_absmax.argtypes = [c_int, pointer, pointer, pointer, c_float, c_int64, pointer, c_int]
     lib.lamella_dequantize_absmax.restype = None
@@ -141,6 +146,16 @@ class CpuKernels:
         self._lib.lamella_dequantize(
             self._isa, codes.data_ptr(), plain, *nested, offset, out.data_ptr(), DTYPES[out.dtype], out.numel(),
             block_size, stream, _threads(threads),
+        )  # fmt: skip
+        return out
+
+    def dequantize_nf4_many(
+        self, base: Tensor, jobs: Tensor, out: Tensor, block_size: int = 64, *, threads: int | None = None
+    ) -> Tensor:
+        check_jobs(base, jobs, out)
+        self._lib.lamella_dequantize_many(
+            self._isa, base.data_ptr(), jobs.data_ptr(), len(jobs), out.data_ptr(), DTYPES[out.dtype], block_size,
+            STREAM_BYTES, _threads(threads),
         )  # fmt: skip
         return out
 

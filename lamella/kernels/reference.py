@@ -19,6 +19,7 @@ from lamella.kernels.layout import (
     AbsmaxState,
     block_count,
     check_dequantize,
+    check_jobs,
     check_keep,
     check_part,
     check_run,
@@ -126,6 +127,29 @@ def dequantize_nf4(
         first_block = first // block_size
         scale = scales[first_block : first_block + block_count(len(target), block_size)]
         target.copy_(values * scale.repeat_interleave(block_size)[: len(target)])
+    return out
+
+
+def dequantize_nf4_many(
+    base: Tensor, jobs: Tensor, out: Tensor, block_size: int = 64, *, threads: int | None = None
+) -> Tensor:
+    """See `lamella.kernels.dequantize_nf4_many`."""
+    check_jobs(base, jobs, out)
+
+    def part(first: int, count: int, dtype: torch.dtype) -> Tensor:
+        return base[first : first + count * dtype.itemsize].view(dtype)
+
+    for codes, absmax, q, code, absmax2, offset, at, numel in jobs.tolist():
+        blocks = block_count(numel, block_size)
+        scales: Tensor | AbsmaxState
+        if absmax >= 0:
+            scales = part(absmax, blocks, torch.float32)
+        else:
+            second = part(absmax2, block_count(blocks, ABSMAX_BLOCK), torch.float32)
+            scales = AbsmaxState(part(q, blocks, torch.uint8), part(code, 256, torch.float32), second,
+                                 part(offset, 1, torch.float32)[0])  # fmt: skip
+        packed = part(codes, (numel + 1) // 2, torch.uint8)
+        dequantize_nf4(packed, scales, out.view(-1)[at : at + numel], block_size)
     return out
 
 

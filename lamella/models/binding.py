@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -44,10 +44,15 @@ def model_parameters(skeleton: Skeleton) -> dict[str, tuple[int | None, Tensor]]
     return found
 
 
+@cache
+def _numbered(pattern: str) -> re.Pattern[str]:
+    before, _, after = pattern.partition("*")
+    return re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
+
+
 def _source_number(key: str, pattern: str) -> int:
     """Index at the wildcard of `pattern` (such as `experts.*.gate_proj.weight`) in `key`."""
-    before, _, after = pattern.partition("*")
-    match = re.search(re.escape(before) + r"(\d+)" + re.escape(after), key.replace("^", ""))
+    match = _numbered(pattern).search(key.replace("^", ""))
     assert match is not None, (key, pattern)
     return int(match[1])
 
@@ -119,17 +124,16 @@ def _tied_names(skeleton: Skeleton, parameters: Mapping[str, Any]) -> set[str]:
 
 def _check(plans: Mapping[str, ParamPlan], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     for plan in plans.values():
-        target = torch.empty(plan.shape, device="meta")
         filled = 0
         for piece in plan.pieces:
             if piece.at and (len(plan.shape) != 3 or piece.at[0] >= plan.shape[0]):
                 raise UserError(f"{piece.source}: expert {piece.at[0]} does not fit {plan.name} {list(plan.shape)}",
                                 path=where or None, fix="config.json and weights disagree on the number of experts")  # fmt: skip
-            view = piece.view(target)
-            if tuple(view.shape) != tuple(shapes[piece.source]):
-                raise UserError(f"{piece.source} has shape {list(shapes[piece.source])}, {plan.name} needs {list(view.shape)}",
+            shape = piece.shape(plan.shape)
+            if shape != tuple(shapes[piece.source]):
+                raise UserError(f"{piece.source} has shape {list(shapes[piece.source])}, {plan.name} needs {list(shape)}",
                                 path=where or None, fix="config.json and weights do not belong together")  # fmt: skip
-            filled += view.numel()
+            filled += math.prod(shape)
         if len({p.at for p in plan.pieces}) != len(plan.pieces):
             raise UserError(f"{plan.name} has two sources: {[p.source for p in plan.pieces][:3]}", path=where or None,
                             fix="the checkpoint stores one weight twice")  # fmt: skip

@@ -6,6 +6,7 @@ A MoE layer's experts are nearly all of its bytes: the 128 experts of a Qwen3-23
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +30,7 @@ def can_stay_packed(plan: ParamPlan, module: nn.Module, block_size: int) -> bool
     per_expert = torch.Size(plan.shape[1:]).numel()
     if whole:
         return per_expert % BLOCK == 0
-    sizes = [torch.Size(p.view(torch.empty(plan.shape, device="meta")).shape).numel() for p in plan.pieces]
+    sizes = [math.prod(p.shape(plan.shape)) for p in plan.pieces]
     return all(p.at for p in plan.pieces) and all(n % BLOCK == 0 for n in sizes) and len(plan.pieces) % experts == 0
 
 
@@ -125,7 +126,7 @@ class ExpertBytes:
         if self._table is None:
             return None
         _, twice, hidden = self.plans["gate_up_proj"].shape
-        return PackedExperts(self.at_work().buffer, self._table, hidden, twice // 2)
+        return PackedExperts(self.at_work().buffer, self._table, hidden, twice // 2, self.at_work().blank)
 
 
 @dataclass

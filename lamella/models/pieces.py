@@ -22,6 +22,12 @@ class Piece:
             return parameter[self.at[0], self.at[1] : self.at[2]]
         return parameter[self.at[0]] if self.at else parameter
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of `view` on a parameter of this shape."""
+        if len(self.at) == 3:
+            return (len(range(whole[1])[self.at[1] : self.at[2]]), *whole[2:])
+        return whole[1:] if self.at else whole
+
 
 @dataclass(frozen=True)
 class Cut:

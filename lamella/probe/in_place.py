@@ -38,7 +38,7 @@ from lamella.store.reader import Store
 from lamella.store.synth import synthesize_store
 from lamella.trace.recorder import RECORDER
 
-TOKENS, LABELS, LAYERS = 128, 64, 4
+TOKENS, LABELS, LAYERS = 64, 32, 4
 WARM_UP = 2
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -33,11 +33,13 @@ class PackedGroup:
         buffer: uint8 [group bytes or more], aligned to 64 bytes.
         records: the group's tensors by name (shared by all loads of this group).
         block_size: elements per scale.
+        blank: there are zeros in the place of what the file holds (`Store.blank`).
     """
 
     buffer: Tensor
     records: dict[str, TensorRecord]
     block_size: int
+    blank: bool = False
 
     def part(self, name: str, part: str, dtype: torch.dtype) -> Tensor:
         """One part of a tensor as a flat view of `dtype`."""
@@ -266,6 +268,13 @@ class Store:
         assert bytes_.numel() == self.group_bytes(i)
         assert bytes_.numel() == 0 or bytes_.data_ptr() % 64 == 0, "buffer is not aligned to 64 bytes"
         return PackedGroup(bytes_, self._indexes[i], self.manifest.block_size)
+
+    def blank(self, i: GroupKey) -> PackedGroup:
+        """A group of zeros in the place of a file's bytes, which take no memory until they are written to: for work whose
+        values nobody looks at."""
+        return replace(
+            self.view(i, torch.frombuffer(mmap.mmap(-1, self.group_bytes(i)), dtype=torch.uint8)), blank=True
+        )
 
     def share(self, i: GroupKey) -> tuple[PackedGroup, SharedFile]:
         """A group's file mapped read-only: all processes that do so read one copy of it.

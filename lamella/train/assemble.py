@@ -473,6 +473,7 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         fresh=config.init_adapter is None,
         aux_coef=aux_coef,
         pages=adapter.pages,
+        redraw=adapter if config.init_adapter is None else None,
         spread=spreads if ranks.world > 1 else None,
         forecast=lambda machine: plan_for_run(config, rows.dataset.rows, engine, ranks.world, machine),
     )

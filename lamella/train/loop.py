@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from lamella.adapter.lora import is_finite, is_zero
+from lamella.adapter.lora import is_finite
 from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.errors import RankLost, RunFailed, UserError
@@ -45,11 +45,13 @@ from lamella.train.spread import EvenRows
 from lamella.train.state import (
     Best,
     RunState,
+    Start,
     check_validation,
     digest_of,
     digests,
     direction,
     sibling,
+    unit_names,
     without_gradient,
 )
 
@@ -67,8 +69,7 @@ class Run:
     parts: Parts
     optimizer: Optimizer
     state: RunState
-    initial: dict[str, str]
-    zero_names: tuple[str, ...]
+    start: Start
     memory: str
     matmul_flops_per_s: float
     """Of all ranks together; utilisation is a share of it."""
@@ -163,20 +164,19 @@ def _start(folder: RunFolder, beginning: Beginning, plan: PlanFile | None) -> No
 
 def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, beginning: Beginning) -> Run:
     parameters = parts.adapter.parameters()
-    initial = digests(parameters, parts.class_of)
-    zero_names = tuple(name for name, p in parameters.items() if is_zero(p))
+    start = Start(parameters, parts.class_of, parts.redraw, later=parts.pages is not None)
     state = RunState(
         config=config.model_dump(mode="json"),
         data_fingerprint=parts.data.fingerprint,
         store_fingerprint=parts.base.fingerprint,
-        initial=digest_of(initial),
-        untouched=list(initial),
+        initial=start.checksum,
+        untouched=unit_names(parameters, parts.class_of),
         start=dict(parts.start),
     )
     ranks.agree("configuration", state.config)
     ranks.agree("data", state.data_fingerprint)
     ranks.agree("store", state.store_fingerprint)
-    ranks.agree("initial adapter", state.initial)
+    ranks.agree("initial adapter", state.initial if ranks.world == 1 else digest_of(start.digests()))
     optimizer = Optimizer(parameters, config.train, parts.data.steps, parts.pages)
     if parts.validator is not None:
         if config.validation.metric not in parts.validator.names:
@@ -200,7 +200,7 @@ def _open_run(config: RunConfig, ranks: Ranks, folder: RunFolder, parts: Parts, 
     state.split = spread.state()
     memory = parts.base.in_memory()
     facts = tracing.begin(ranks, config.trace.steps, parts.engine.facts())
-    return Run(config, ranks, folder, parts, optimizer, state, initial, zero_names, memory, rate, time.perf_counter(),
+    return Run(config, ranks, folder, parts, optimizer, state, start, memory, rate, time.perf_counter(),
                spread, Shards(ranks, spread, optimizer), facts)  # fmt: skip
 
 
@@ -463,7 +463,7 @@ def _check_moved(run: Run) -> None:
     if run.state.updates != 2 or run.state.bad_in_row:
         return
     run.shards.bring(range(run.ranks.world), moments=False)
-    table = receipts.moved_table(run.parts, run.initial, run.state)
+    table = receipts.moved_table(run.parts, run.start, run.state)
     dead = [name for row in table for name in row["dead"]]
     if dead:
         raise RunFailed(
@@ -581,8 +581,8 @@ def _facts(run: Run) -> receipts.Facts:
     metrics = run.folder.metrics.read()
     split = tracing.kind_of(run.state.split)
     return receipts.Facts(
-        config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, initial=run.initial,
-        zero_names=run.zero_names, metrics=metrics, checkpoints=run.folder.checkpoints,
+        config=run.config, parts=run.parts, state=run.state, optimizer=run.optimizer, start=run.start,
+        metrics=metrics, checkpoints=run.folder.checkpoints,
         train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
         matmul_flops_per_s=run.matmul_flops_per_s, devices=summarise(metrics, run.device_facts, split),
     )  # fmt: skip

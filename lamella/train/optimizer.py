@@ -58,7 +58,8 @@ class Optimizer:
     ) -> None:
         if not parameters:
             raise UserError("the adapter has no parameters: nothing would be trained", fix="check lora.targets")
-        wrong = {name: p.dtype for name, p in parameters.items() if p.dtype != torch.float32}
+        handles = dict(zip(parameters, parameters.values(), strict=True))  # no value is looked at
+        wrong = {name: p.dtype for name, p in handles.items() if p.dtype != torch.float32}
         if wrong:
             name, dtype = next(iter(wrong.items()))
             raise RunFailed(
@@ -72,7 +73,7 @@ class Optimizer:
         self.groups = [list(parameters)] if pages is None else pages.groups()
         self.parts = [
             torch.optim.AdamW(
-                [parameters[name] for name in names], lr=config.learning_rate, betas=config.betas, eps=config.eps,
+                [handles[name] for name in names], lr=config.learning_rate, betas=config.betas, eps=config.eps,
                 weight_decay=config.weight_decay, fused=True,
             )
             for names in self.groups

@@ -65,6 +65,15 @@ class Adapter(Protocol):
     def saved_settings(self, folder: Path) -> dict[str, Any]: ...
 
 
+class Redraw(Protocol):
+    """Makes an adapter's initial values again, bit for bit: `recipe` says what they are a function of, `begins_zero` which
+    parameters are zero, `initial` gives one parameter's."""
+
+    def recipe(self) -> str: ...
+    def begins_zero(self, name: str) -> bool: ...
+    def initial(self, name: str) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class StepRows:
     """Rows of one optimizer step: `epoch` from 0, `index` of the first row in that epoch, and their ids."""
@@ -151,6 +160,7 @@ class Parts:
         fresh: adapter B is zero at the start (no `init_adapter`).
         aux_coef: weight of the router balancing loss.
         pages: where the adapter's state is, if not in RAM.
+        redraw: makes the initial values of a fresh adapter again; None: they are known from its parameters alone.
         spread: divides steps among several ranks, from a checkpoint's `split` or anew; None: rows evenly.
         forecast: what the run should take, given the file of a measured machine or None; None: nothing can be said.
     """
@@ -166,6 +176,7 @@ class Parts:
     fresh: bool = True
     aux_coef: float = 0.0
     pages: StatePages | None = None
+    redraw: Redraw | None = None
     spread: Callable[[dict[str, Any] | None], Spread] | None = None
     forecast: Callable[[Path | None], PlanFile | None] | None = None
 

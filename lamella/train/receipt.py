@@ -46,7 +46,7 @@ from lamella.train.checkpoint import Checkpoints
 from lamella.train.folder import RESULT_PARTIAL, RunFolder
 from lamella.train.optimizer import Optimizer
 from lamella.train.parts import Parts
-from lamella.train.state import RunState, digests, tensor_of
+from lamella.train.state import RunState, Start, digests, tensor_of
 from lamella.units import format_bytes, format_count, format_seconds
 
 WEIGHTS = "adapter_model.safetensors"
@@ -61,8 +61,7 @@ class Facts:
     parts: Parts
     state: RunState
     optimizer: Optimizer
-    initial: dict[str, str]
-    zero_names: tuple[str, ...]
+    start: Start
     metrics: list[dict[str, Any]]
     checkpoints: Checkpoints
     train_s: float
@@ -95,7 +94,8 @@ def check_before(config: RunConfig, parts: Parts) -> None:
 def trainable_table(parts: Parts) -> list[dict[str, Any]]:
     """Per class: tensors, parameters, bytes, and the number the formula gives."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, p in parts.adapter.parameters().items():
+    parameters = parts.adapter.parameters()
+    for name, p in zip(parameters, parameters.values(), strict=True):  # sizes alone: state on disk stays there
         kind = parts.class_of(name)
         row = rows.setdefault(kind, {"class": kind, "tensors": 0, "parameters": 0, "bytes": 0})
         row["tensors"] += 1
@@ -106,13 +106,13 @@ def trainable_table(parts: Parts) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def moved_table(parts: Parts, initial: dict[str, str], state: RunState) -> list[dict[str, Any]]:
+def moved_table(parts: Parts, start: Start, state: RunState) -> list[dict[str, Any]]:
     """Per class, how many tensors differ from their initial values by a gradient; each expert's part counts by itself.
 
     `no_gradient`: had none yet, with reason: experts that no token reached (or, for their A, none since B left
     zero), and every A before the second update. `dead`: neither moved nor excused. Weight decay alone is no movement.
     """
-    now = digests(parts.adapter.parameters(), parts.class_of)
+    now, initial = digests(parts.adapter.parameters(), parts.class_of), start.digests()
     still = set(state.untouched)
     alive = {tensor_of(unit) for unit in now if unit not in still}
     rows: dict[str, dict[str, Any]] = {}
@@ -191,7 +191,7 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
         ),
         "base": {"path": str(parts.base.path), "fingerprint": parts.base.fingerprint, "tensors": parts.base.tensors},
         "trainable": trainable_table(parts),
-        "moved": moved_table(parts, facts.initial, state),
+        "moved": moved_table(parts, facts.start, state),
         "start": state.start,
         "data": {
             "fingerprint": state.data_fingerprint,
@@ -239,10 +239,10 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     changed = [name for name in trained if trained[name] != read_back[name]]
     if changed:
         raise RunFailed(f"{len(changed)} adapter tensors differ when read back from {WEIGHTS}, e.g. {changed[0]}")
-    zero = [name for name in facts.zero_names if is_zero(facts.parts.adapter.parameters()[name])]
-    if facts.zero_names and len(zero) == len(facts.zero_names):
+    zero = [name for name in facts.start.zero if is_zero(facts.parts.adapter.parameters()[name])]
+    if facts.start.zero and len(zero) == len(facts.start.zero):
         raise RunFailed("every B matrix is still zero: the adapter does nothing")
-    dead = [name for row in moved_table(facts.parts, facts.initial, facts.state) for name in row["dead"]]
+    dead = [name for row in moved_table(facts.parts, facts.start, facts.state) for name in row["dead"]]
     if dead:
         raise RunFailed(f"{len(dead)} trainable tensors did not move, e.g. {dead[0]}")
     adapter_rows = compare(asked_of_adapter(facts.config, facts.parts), facts.parts.adapter.saved_settings(saved))

@@ -6,7 +6,7 @@ No random state is kept: row order, dropout and initial values follow from the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lamella.adapter.lora import is_zero
 from lamella.config import ValidationConfig
 from lamella.errors import UserError
+from lamella.train.parts import Redraw
 
 _DIRECTIONS = {"loss": "min", "perplexity": "min", "nll": "min", "accuracy": "max", "f1": "max"}
 
@@ -25,6 +27,15 @@ def units(name: str, tensor: Tensor, kind: str) -> dict[str, Tensor]:
     if kind == "experts" and tensor.dim() == 3:
         return {f"{name}[{e}]": part for e, part in enumerate(tensor)}
     return {name: tensor}
+
+
+def unit_names(parameters: Mapping[str, Tensor], class_of: Callable[[str], str]) -> list[str]:
+    """Names of all units; no value is looked at."""
+    found = []
+    for name, p in zip(parameters, parameters.values(), strict=True):
+        stack = class_of(name) == "experts" and p.dim() == 3
+        found += [f"{name}[{e}]" for e in range(p.shape[0])] if stack else [name]
+    return found
 
 
 def tensor_of(unit: str) -> str:
@@ -37,13 +48,52 @@ def sibling(unit: str) -> str:
     return unit.replace("lora_A", "lora_B") if "lora_A" in unit else unit.replace("lora_B", "lora_A")
 
 
-def digests(parameters: dict[str, torch.nn.Parameter], class_of: Callable[[str], str]) -> dict[str, str]:
+def digests(parameters: Mapping[str, Tensor], class_of: Callable[[str], str]) -> dict[str, str]:
     """Checksum of each unit's bytes: whether it moved, without a second copy of it."""
-    return {
-        unit: xxhash.xxh3_128_hexdigest(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        for name, p in parameters.items()
-        for unit, part in units(name, p.detach(), class_of(name)).items()
-    }
+    found: dict[str, str] = {}
+    for name, p in parameters.items():
+        values = p.detach().cpu().contiguous().numpy()  # slices of numpy arrays: a stack has hundreds
+        if class_of(name) == "experts" and values.ndim == 3:
+            found |= {f"{name}[{e}]": xxhash.xxh3_128_hexdigest(part.data) for e, part in enumerate(values)}
+        else:
+            found[name] = xxhash.xxh3_128_hexdigest(values.data)
+    return found
+
+
+class Start:
+    """The adapter's values before the first step: what moved is told against them.
+
+    Args:
+        redraw: makes them again; None: they are known by what the parameters hold now alone.
+        later: read nothing now; checksums are of values made again, when they are first asked for.
+
+    Attributes:
+        checksum: of what the values are a function of, or of the values.
+        zero: parameters that begin as zero.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], class_of: Callable[[str], str], redraw: Redraw | None = None,
+        later: bool = False,
+    ) -> None:  # fmt: skip
+        self._class_of, self._redraw = class_of, redraw
+        self._names = list(parameters)
+        self._digests = None if redraw is not None and later else digests(parameters, class_of)
+        if redraw is None:
+            self.zero = tuple(name for name, p in parameters.items() if is_zero(p))
+            self.checksum = digest_of(self.digests())
+        else:
+            self.zero = tuple(name for name in parameters if redraw.begins_zero(name))
+            self.checksum = xxhash.xxh3_128_hexdigest(redraw.recipe().encode())
+
+    def digests(self) -> dict[str, str]:
+        """Checksum of each unit (see `units`)."""
+        if self._digests is None:
+            assert self._redraw is not None
+            self._digests = {}
+            for name in self._names:
+                self._digests |= digests({name: self._redraw.initial(name)}, self._class_of)
+        return self._digests
 
 
 def without_gradient(

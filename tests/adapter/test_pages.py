@@ -159,3 +159,32 @@ def test_a_part_of_a_gradient(on_disk, made, tmp_path):
     assert torch.equal(master.grad, wanted)
     adapter.add_gradient(key, None)
     assert torch.equal(master.grad, wanted)
+
+
+def test_initial_values_are_written_when_a_layer_is_entered(both):
+    _, plain, paged = both
+    names = list(paged.parameters())
+    views = {name: paged.pages.view(name, "master") for name in names}
+    assert not any(view.any() for view in views.values()), "nothing is written before"
+    first, last = paged.layer_sites(0), paged.layer_sites(2)
+    assert torch.equal(paged.pair(last[0].key)[0], plain.pair(last[0].key)[0])
+    assert all(views[f"{site.key}.lora_A"].any() for site in last)
+    assert not any(views[f"{site.key}.lora_A"].any() for site in first)
+    for name, p in plain.parameters().items():
+        assert torch.equal(paged.initial(name), p)
+        assert paged.begins_zero(name) is not bool(p.any())
+    assert paged.recipe() == plain.recipe()
+
+
+def test_starting_over_clears_what_was_trained(both):
+    _, plain, paged = both
+    for adapter in (plain, paged):
+        with torch.no_grad():
+            for p in dict(adapter.parameters().items()).values():
+                p.fill_(1.0)
+        before = adapter.recipe()
+        adapter.reset(8)
+        assert adapter.recipe() != before
+        for name, p in adapter.parameters().items():
+            assert torch.equal(p, adapter.initial(name))
+            assert adapter.begins_zero(name) is not bool(p.any())

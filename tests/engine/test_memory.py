@@ -11,6 +11,7 @@ from lamella.errors import UserError
 from lamella.forecast.peak import MemoryPlan
 from lamella.forecast.use import Use
 from lamella.models.layout import pack_rows
+from lamella.store.reader import Store
 from tests.conftest import random_rows
 from tests.fixtures import dense_config, moe_config
 
@@ -189,3 +190,26 @@ def test_room_that_is_left_keeps_activations(made):
     engine.step([pack_rows(random_rows((30, 40, 50)))], step_index=0, label_tokens=9)
     assert engine.walk.steps_kept == 1
     assert opened(store, "auto").fit([[30]], [15]) is None, "no budget, nothing to fit"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_probing_reads_no_layer_and_finds_the_same(kind, dtype, made, monkeypatch):
+    store, _ = made(dense_config(layers=3) if kind == "dense" else moe_config(layers=3))
+    reads, read = [], Store.read
+    monkeypatch.setattr(Store, "read", lambda self, i, *rest: reads.append(i) or read(self, i, *rest))
+    found = []
+    for blank in (True, False):
+        engine = Engine.open(store, dtype=dtype)
+        engine.attach(Adapter.create(engine.skeleton, LoraConfig(rank=4), 0))
+        if not blank:
+            engine.walk.weights.blank = engine.walk.weights.bind
+        found.append(probe_layer(engine.walk, 1, 48, 96))
+        assert bool(reads) is not blank
+        out = engine.step([pack_rows(random_rows((40,)))], step_index=0, label_tokens=9)
+        found.append((out.loss_sum, [p.grad for p in engine.adapter.parameters().values()]))
+    for a, b in ((found[0].low, found[2].low), (found[0].high, found[2].high)):
+        assert a[0] == b[0]
+        assert vars(a[1]) == pytest.approx(vars(b[1]), rel=0.03), "but for where the router sends other hidden states"
+    assert found[1][0] == found[3][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1][1], found[3][1], strict=True))

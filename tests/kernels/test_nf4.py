@@ -206,3 +206,38 @@ def test_parts_that_do_not_fit_are_refused(backend):
 
 def test_isas_are_backends():
     assert set(ISAS) < set(kernels.BACKENDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tensors_of_a_buffer_in_one_call(backend, dtype):
+    """Plain and double-quantised scales, in any order and with gaps, give the bits of one call each."""
+    counts, parts, jobs, wanted = (64 * 300, 640, 64 * 256 * 2 + 64), [], [], []
+    position, at = 0, 32
+
+    def put(tensor):
+        nonlocal position
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        filled = torch.zeros(-(-data.numel() // 64) * 64 + 64, dtype=torch.uint8)
+        filled[: data.numel()] = data
+        parts.append(filled)
+        position += filled.numel()
+        return position - filled.numel()
+
+    for k, n in enumerate(counts):
+        codes, absmax = backend.quantize_nf4(values(n, torch.float32, seed=k))
+        if k % 2:
+            jobs.append([put(codes), put(absmax), -1, -1, -1, -1, at, n])
+        else:
+            state = backend.quantize_absmax(absmax)
+            nested = [put(x) for x in (state.q, state.code, state.absmax2, state.offset)]
+            jobs.append([put(codes), -1, *nested, at, n])
+            absmax = state
+        wanted.append((at, dequantized(codes, absmax, n, dtype, 64)))
+        at += n + 64
+    out = torch.full((at,), 7.0, dtype=dtype)
+    backend.dequantize_nf4_many(torch.cat(parts), torch.tensor(jobs[::-1]), out)
+    untouched = torch.ones(at, dtype=torch.bool)
+    for first, values_of in wanted:
+        assert torch.equal(out[first : first + len(values_of)], values_of)
+        untouched[first : first + len(values_of)] = False
+    assert bool((out[untouched] == 7).all())

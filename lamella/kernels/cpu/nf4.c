@@ -133,6 +133,21 @@ void lamella_dequantize(int isa, const uint8_t *codes, const float *absmax, cons
     run_parallel(dequantize_range, &job, (n + block - 1) / block, grain_blocks(block), threads);
 }
 
+/* Tensors of one buffer, one after the other. A job is eight numbers: byte offsets of codes, absmax (-1: double
+   quantised), absmax_q, absmax_code, absmax2 and offset, the first value's place in `out`, and how many values. */
+void lamella_dequantize_many(int isa, const uint8_t *base, const int64_t *jobs, int64_t count, void *out, int dtype,
+                             int64_t block, int64_t stream_bytes, int threads) {
+    const int64_t size = dtype ? 2 : 4;
+    for (const int64_t *job = jobs; job < jobs + 8 * count; job += 8) {
+        const int plain = job[1] >= 0;
+        lamella_dequantize(isa, base + job[0], plain ? (const float *)(base + job[1]) : NULL,
+                           plain ? NULL : base + job[2], plain ? NULL : (const float *)(base + job[3]),
+                           plain ? NULL : (const float *)(base + job[4]),
+                           plain ? 0.0f : *(const float *)(base + job[5]), (uint8_t *)out + size * job[6], dtype, job[7],
+                           block, size * job[7] >= stream_bytes, threads);
+    }
+}
+
 typedef struct {
     const float *absmax;
     float offset;
