@@ -80,13 +80,20 @@ def short(plan: PlanFile, found: Forecast) -> list[str]:
     lines += [f"  {text}" for text in found.reasons[:2]]
     lines.append(
         f"  {found.steps} steps of {format_seconds(found.step_s)}, {format_count(found.tokens_per_s)} tokens/s; "
-        + ", ".join(f"{part.share:.0%} {part.what}" for part in found.played.bottleneck[:3])
+        + _chain(found, 3)
     )
     if found.helps:
         lines.append(f"  would help most: {_change(found.helps[0])}")
     if plan.machine.notes and plan.machine.notes[0].startswith("rough"):
         lines.append(f"  {plan.machine.notes[0]}")
     return lines
+
+
+def _chain(found: Forecast, most: int) -> str:
+    """What a step's time goes to, largest part first."""
+    assert found.played is not None
+    parts = [part for part in found.played.bottleneck[:most] if part.share >= 0.005]
+    return ", ".join(f"{part.share:.0%} {part.what}" for part in parts)
 
 
 def _change(change: Change) -> str:
@@ -243,7 +250,7 @@ def _time(found: Forecast) -> Iterable[RenderableType]:
     from rich.text import Text
 
     assert found.played is not None
-    yield Text("longest chain: " + ", ".join(f"{part.share:.0%} {part.what}" for part in found.played.bottleneck[:5]))
+    yield Text(f"longest chain: {_chain(found, 5)}")
     table = _table("rank", "busy", "idle", "most time goes to", left=1)
     table.columns[3].justify = "left"
     alike: dict[tuple[str, str, str, str], list[RankForecast]] = {}
@@ -297,7 +304,8 @@ def _choices(found: Forecast) -> Iterable[RenderableType]:
     from rich.text import Text
 
     for text in found.reasons:
-        yield Text(text)
+        if not any(text.startswith(f"{rank.name}:") for rank in found.ranks):  # the memory's table has said it
+            yield Text(text)
     if found.rejected:
         table = _table("not taken", "a step", "", left=1)
         table.columns[2].justify = "left"

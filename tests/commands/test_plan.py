@@ -85,6 +85,21 @@ def test_what_does_not_fit_exits_with_3_and_says_what_would(config):
     assert isinstance(as_json.exception, DoesNotFit) and not tree["fits"] and tree["figures"]["shortfall"]
 
 
+def test_b68_host_memory_and_disk_are_counted_by_part_and_refused(config, tmp_path):
+    """An offloaded run on a host of 2 GB with 100 MB of disk left."""
+    box = tmp_path / "box.toml"
+    box.write_text('[[hosts]]\nname = "box"\nram = "2GB"\ndisk_free = "100MB"\n[[devices]]\ndevice = "RTX4090"\n')
+    result = invoke(config, "--machine", box, "--json")
+    assert isinstance(result.exception, DoesNotFit)
+    figures = json.loads(result.stdout)["figures"]
+    (host,) = figures["hosts"]
+    assert sum(host["ram"].values()) > 2e9 and "adapter state" in host["ram"]
+    assert host["disk"]["store"] > 1e11 and host["disk_have"] == 100_000_000
+    said = " ".join(figures["shortfall"])
+    assert "box: RAM: need" in said and "box: disk: need" in said and "have 100 MB" in said
+    assert "RAM" in result.exception.fix and "disk" in result.exception.fix
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
