@@ -30,6 +30,10 @@ _SHOWN = 12
 Unit = Literal["s", "B", "tokens", "tokens/s", "share"]
 
 
+_NOTHING = 1e-6
+"""In any unit: what is planned with less has no ratio."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One figure: `what` of `where` ("step", "rank 0", "rank 0, layer 3"), expected and measured, each None where unknown."""
@@ -42,8 +46,10 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over planned; None where either is unknown or nothing was planned."""
-        return self.measured / self.planned if self.planned and self.measured is not None else None
+        """Measured over planned; None where either is unknown or next to nothing was planned."""
+        if self.planned is None or self.measured is None or abs(self.planned) < _NOTHING:
+            return None
+        return self.measured / self.planned
 
     @property
     def missed(self) -> float:
