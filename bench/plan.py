@@ -93,9 +93,7 @@ def time_side(job: dict[str, Any]) -> dict[str, Any]:
     lora = LoraConfig(rank=case.rank, targets=targets)
     shape = shape_of(store.path)
     sites = sites_of(shape, lora)
-    times = times_of(
-        shape, sites, DeviceFacts.model_validate(job["facts"], strict=False), case.dtype, case.recompute == "never"
-    )
+    times = times_of(shape, sites, DeviceFacts.model_validate(job["facts"], strict=False), case.dtype)
     predicted = predict(case, times, len(shape.layers), sum(s.parameters for s in sites))
     budget = None if case.budget_share is None else round(case.budget_share * job["base_bytes"])
     engine = Engine.open(store, dtype=case.dtype, recompute=case.recompute, threads=job["threads"], budget_bytes=budget)

@@ -28,7 +28,7 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
             counter.layer(i, recompute), hidden=hidden, dtype_bytes=size, packed_bytes=store.group_bytes(i),
             quantised=sum(torch.Size(r.shape).numel() for r in records if formats[r.name] != "raw"),
             parameters=sum(torch.Size(r.shape).numel() for r in records),
-            trained=sum(p.numel() for site in adapter.layer_sites(i) for p in adapter.pair(site.key)),
+            trained=sum(site.numel for site in adapter.layer_sites(i)),
         ))  # fmt: skip
     outer = sum(torch.Size(r.shape).numel() for r in store.records("outer")) * size
     return costs.model_cost(

@@ -62,11 +62,13 @@ class Routing:
     probability_E: Tensor | None = None
     rows: int = 0
 
-    def add(self, logits: Tensor, top_k: int) -> None:
+    def add(self, logits: Tensor, top_k: int, chosen_TK: Tensor | None = None) -> None:
+        """`chosen_TK`: the experts the router chose; None: those with the largest logits."""
         probability = torch.softmax(logits.detach().float(), dim=-1)
-        chosen = probability.topk(top_k, dim=-1).indices
-        count = torch.zeros(probability.shape[-1], dtype=torch.float64, device=chosen.device)
-        count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+        if chosen_TK is None:
+            chosen_TK = probability.topk(top_k, dim=-1).indices
+        count = torch.zeros(probability.shape[-1], dtype=torch.float64, device=chosen_TK.device)
+        count.scatter_add_(0, chosen_TK.flatten(), torch.ones_like(chosen_TK.flatten(), dtype=torch.float64))
         self.count_E = count if self.count_E is None else self.count_E + count
         summed = probability.double().sum(0)
         self.probability_E = summed if self.probability_E is None else self.probability_E + summed
@@ -241,7 +243,7 @@ class StepRun:
                         self.keep = self._measure_and_decide(p.item, i)
                     router = walk.forward_one(p.item, i, i >= self.first_trained, bool(self.keep))
                     if router is not None:
-                        self.routing.add(router, walk.top_k)
+                        self.routing.add(router, walk.top_k, walk.chosen_TK)
                     self.peaks[i] = torch.maximum(self.peaks[i], walk.peak(p.item.hidden))
                 if not self.keep and i < work.last - 1:
                     walk.unhang(i)

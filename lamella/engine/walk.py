@@ -111,10 +111,10 @@ class Walk:
         self.gradients = GradientSums(make_copier() if make_copier is not None else None, pin=cuda)
         self.head_weight = vocabulary_head(skeleton, weights.device)
         self._captured: list[Tensor] = []
+        self.chosen_TK: Tensor | None = None
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
-            module.register_forward_hook(lambda _m, _a, out, which=which: self._captured.append(
-                out[which] if isinstance(out, tuple) else out))  # fmt: skip
+            module.register_forward_hook(lambda _m, _a, out, which=which: self._capture(out, which))
         has_experts = any(hasattr(m, "has_gate") for layer in skeleton.layers for m in layer.modules())
         onednn = weights.device.type == "cpu" and skeleton.dtype == torch.bfloat16
         self._multiple = PAD_TOKENS if onednn and not has_experts else 1
@@ -256,6 +256,15 @@ class Walk:
                 fix="linear attention and other mixers are not supported yet",
             )
         return out, (self._captured[0].reshape(-1, self._captured[0].shape[-1]) if self._captured else None)
+
+    def _capture(self, out: Any, which: int) -> None:
+        """A router's logits, and the experts it chose where it tells them."""
+        outputs = out if isinstance(out, tuple) else (out,)
+        self._captured.append(outputs[which if isinstance(out, tuple) else 0])
+        told = [
+            x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.shape[-1:] == (self.top_k,)
+        ]
+        self.chosen_TK = told[0].reshape(-1, self.top_k) if len(told) == 1 else None
 
     @staticmethod
     def peak(x: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ rank counts as its own are the kernel's to take back, and are not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lamella.forecast.peak import RUNTIME_BYTES
-from lamella.forecast.process import Base, Choice, import_bytes
+from lamella.forecast.process import Choice, import_bytes
 from lamella.forecast.shape import ModelShape, Site
 from lamella.hardware.machine import Host
-from lamella.plan.costs import STATE_BYTES
+from lamella.plan.costs import GRADIENT_BYTES, STATE_BYTES
 
 CHUNK_BYTES, CHUNKS_IN_FLIGHT, WRITES_IN_FLIGHT = 16 << 20, 4, 8
 """As in `store.pipeline`."""
@@ -24,8 +24,6 @@ QUANTISE_PROGRAM_BYTES = 250_000_000
 QUANTISE_HEAP_BYTES = 170_000_000
 """What the tuned heap holds between tensors then (measured: 130 to 200 MB, whatever the checkpoint's size)."""
 MOMENT_BYTES, VALUE_BYTES = 8, 4
-FILE_MARGIN_BYTES = 1 << 20
-"""Of a run's folder beside the large files: metrics, receipt, headers."""
 
 Parts = dict[str, int]
 
@@ -36,82 +34,64 @@ class RankMemory:
 
     Attributes:
         choice: its residency and its peak (`choose_residency`).
-        base: its base weights (`base_of`); parameters: that it trains.
+        layers: those it holds; parameters: that it trains.
         on_gpu: its peak is of its device.
-        first_of_copy: of the ranks that share one copy of the base, the one that counts all of it in page-locked RAM.
-        boundary_bytes: of all boundary inputs of a step.
     """
 
     choice: Choice
-    base: Base
+    layers: range
     parameters: int
     on_gpu: bool
-    first_of_copy: bool = True
-    boundary_bytes: float = 0.0
-    first_layer: int = 0
 
 
-@dataclass(frozen=True)
-class HostNeeds:
-    """What a host is asked for, by part: RAM (page-locked RAM within it), and page-locked RAM."""
+def host_needs(shape: ModelShape, ranks: Sequence[RankMemory], host: Host) -> tuple[Parts, Parts]:
+    """RAM of a host at the peak of training, and the page-locked part of it, by part, over all its ranks.
 
-    ram: Parts = field(default_factory=dict)
-    pinned: Parts = field(default_factory=dict)
-
-
-def pinned_parts(rank: RankMemory) -> Parts:
-    """Page-locked RAM of a rank on a GPU."""
-    residency = rank.choice.residency
-    sizes = {rank.first_layer + i: n for i, n in enumerate(rank.base.group_bytes)}
-    on_disk = [i for i in residency.streamed if i not in residency.pinned]
-    spilled = 0.0
-    if rank.choice.boundary_room is not None and not rank.choice.kept:
-        spilled = max(0.0, rank.boundary_bytes - rank.choice.boundary_room)
-    return _some({
-        "packed layers": sum(sizes[i] for i in residency.pinned) if rank.first_of_copy else 0,
-        "slots for layers on disk": 2 * max(sizes[i] for i in residency.streamed) if on_disk else 0,
-        "spilled boundaries": round(spilled),
-        "adapter gradients on their way": VALUE_BYTES * rank.parameters,
-    })  # fmt: skip
-
-
-def host_needs(ranks: Sequence[RankMemory], host: Host) -> HostNeeds:
-    """RAM of a host at the peak of training, summed over its ranks."""
+    Packed layers in page-locked RAM are counted once: ranks of a host read one copy.
+    """
     ram: Parts = {}
     pinned: Parts = {}
+    layers: set[int] = set()
     for rank in ranks:
         if not rank.on_gpu:
             _add(ram, rank.choice.plan.groups)
             continue
-        locked = pinned_parts(rank)
-        _add(pinned, locked)
-        _add(ram, {
-            "program": import_bytes(host) + RUNTIME_BYTES, "adapter": VALUE_BYTES * rank.parameters,
-            "gradients": VALUE_BYTES * rank.parameters, "optimizer": MOMENT_BYTES * rank.parameters,
-            "page-locked": sum(locked.values()),
+        residency = rank.choice.residency
+        layers |= set(residency.pinned)
+        from_disk = len(residency.streamed) > len(residency.pinned)
+        largest = max(shape.layers[i].store_bytes for i in rank.layers)
+        _add(pinned, {
+            "slots of layers from disk": 2 * largest if from_disk else 0,
+            "spilled boundaries": round(rank.choice.plan.spilled),
+            "gradients on their way": GRADIENT_BYTES * rank.parameters,
         })  # fmt: skip
-    return HostNeeds(_some(ram), pinned)
+        _add(ram, {"program": import_bytes(host) + RUNTIME_BYTES, "adapter state": STATE_BYTES * rank.parameters})
+    _add(pinned, {"layers": sum(shape.layers[i].store_bytes for i in layers)})
+    _add(ram, pinned)
+    return ram, pinned
 
 
 def disk_parts(
     shape: ModelShape, sites: Iterable[Site], *, keep: int, state_on_disk: bool, with_store: bool = True,
-    with_checkpoint: bool = False,
+    with_checkpoint: bool = False, with_run: bool = True,
 ) -> Parts:  # fmt: skip
     """Disk that a run takes.
 
     Args:
         keep: `checkpoint.keep`; one more is being written, and the best one stays.
         with_store: the store is still to be made; with_checkpoint: so is a download of the checkpoint.
+        with_run: the run's own files are on this disk.
     """
-    parameters = sum(site.parameters for site in sites)
-    return _some({
+    parameters = sum(site.parameters for site in sites) if with_run else 0
+    found: Parts = {}
+    _add(found, {
         "checkpoint": shape.checkpoint_bytes if with_checkpoint else 0,
         "store": shape.store_bytes if with_store else 0,
-        "adapter checkpoints": (keep + 2) * (VALUE_BYTES + MOMENT_BYTES) * parameters,
+        "checkpoints": (keep + 2) * (VALUE_BYTES + MOMENT_BYTES) * parameters,
         "adapter": VALUE_BYTES * parameters,
-        "state file": STATE_BYTES * parameters if state_on_disk else 0,
-        "run folder": FILE_MARGIN_BYTES,
+        "adapter state": STATE_BYTES * parameters if state_on_disk else 0,
     })  # fmt: skip
+    return found
 
 
 def quantise_parts(shape: ModelShape, checkpoint_element: int = 2) -> Parts:
@@ -134,13 +114,10 @@ def quantise_parts(shape: ModelShape, checkpoint_element: int = 2) -> Parts:
     }
 
 
-def _some(parts: Parts) -> Parts:
-    return {name: n for name, n in parts.items() if n}
-
-
 def _add(total: Parts, parts: Parts) -> None:
     for name, n in parts.items():
-        total[name] = total.get(name, 0) + n
+        if n:
+            total[name] = total.get(name, 0) + n
 
 
 def over(parts: Parts, have: int | None) -> int:

@@ -87,8 +87,12 @@ class Pieces:
     everywhere: bool
 
 
-def pieces_of(shape: ModelShape, sites: Sequence[Site]) -> list[Pieces]:
-    """Every layer's work. A layer below the first adapted one has no backward pass."""
+def pieces_of(shape: ModelShape, sites: Sequence[Site], kept: bool = False) -> list[Pieces]:
+    """Every layer's work. A layer below the first adapted one has no backward pass.
+
+    `kept`: as the engine goes back through kept graphs, where the first adapted layer's input has a gradient too, which nobody
+    asks for.
+    """
     by_layer: dict[int, dict[str, Site]] = {}
     for site in sites:
         by_layer.setdefault(site.layer, {})[site.matrix.name] = site
@@ -99,6 +103,7 @@ def pieces_of(shape: ModelShape, sites: Sequence[Site]) -> list[Pieces]:
             layer,
             tuple(sorted((name, s.rank) for name, s in by_layer.get(i, {}).items())),
             max(min(i - first, 1), -1),
+            kept,
         )
         for i, layer in enumerate(shape.layers)
     ]
@@ -123,7 +128,7 @@ def _groups(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
 
 
 @lru_cache(maxsize=1024)
-def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], above_first: int) -> Pieces:
+def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], above_first: int, kept: bool) -> Pieces:
     """`above_first`: 1 above the first adapted layer, 0 for that one, -1 below."""
     rank_of = dict(ranks)
     trains = above_first >= 0
@@ -131,6 +136,7 @@ def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], 
     plain = [m for m in layer.matrices if not m.fused_experts]
     routed = [m for m in layer.matrices if m.fused_experts]
     linears: list[Linears] = []
+    adapted_blocks = {name.partition(".")[0] for name in rank_of}
     block, block_adapted, core_trains = "", False, before
     for group in _groups(plain):
         owner = group[0].name.partition(".")[0]
@@ -139,7 +145,7 @@ def _pieces(hidden: int, layer: LayerShape, ranks: tuple[tuple[str, int], ...], 
             block, block_adapted = owner, False
         # the first products of a block read the block's input; later ones what the block made of it
         is_first = group[0].inputs == hidden and not group[0].name.endswith(("o_proj", "down_proj", "out_proj"))
-        needs = before or (block_adapted and not is_first)
+        needs = before or (block_adapted and not is_first) or (kept and trains and owner in adapted_blocks)
         linears.append(Linears(group[0].inputs, tuple(m.outputs for m in group),
                                tuple(rank_of.get(m.name, 0) for m in group), needs, is_first,
                                any(m.kind == "router" for m in group)))  # fmt: skip

@@ -23,7 +23,7 @@ from lamella.plan.costs import visible_pairs
 PAD_TOKENS, HEAD_ROWS, LOGITS_BYTES = 32, 256, 64 << 20
 """As `engine.walk`: what micro-batches of dense models are filled up to; positions in the head at once, and their logits."""
 Causes = dict[str, float]
-CALLS: dict[FixedWork, float] = {"forward": 100, "forward_kept": 120, "backward": 150, "backward_again": 250, "bind": 60,
+CALLS: dict[FixedWork, float] = {"forward": 110, "backward": 150, "backward_again": 250, "bind": 60,
                                  "head": 40, "prologue": 500, "update": 4}  # fmt: skip
 """Operations of torch and steps of the interpreter about as long, by count in a profile: for rates without measured costs."""
 
@@ -166,18 +166,18 @@ class KernelTimes:
 
         linear    forward T I O; backward T O I where the input needs a gradient
         lora      forward x A^T and xa B^T; backward dy B, dxa A, and the two gradients
-        experts   of the (token, expert) rows, spread over the experts as evenly as multinomial choice does
+        experts   of the (token, expert) rows, spread over the experts as evenly as multinomial choice does; sorting the rows
+                  and summing a token's
         attention by sequence and visible pair, each length at its own measured rate
         rows      norms, rotary positions, gated activations, residual sums, routing
         calls     what a small model's layers were seen to take beyond their kernels (`FixedCost`)
     """
 
     def __init__(
-        self, pieces: Sequence[Pieces], hidden: int, vocab: int, rates: KernelRates, dequantise_bytes_per_s: float,
-        kept: bool = False,
+        self, pieces: Sequence[Pieces], kept: Sequence[Pieces], hidden: int, vocab: int, rates: KernelRates,
+        dequantise_bytes_per_s: float,
     ) -> None:  # fmt: skip
-        self.kept = kept
-        self.pieces, self.hidden, self.vocab = list(pieces), hidden, vocab
+        self.pieces, self.kept, self.hidden, self.vocab = list(pieces), list(kept), hidden, vocab
         self.rates = Rates(rates, dequantise_bytes_per_s)
         self.pad = 1 if any(p.experts for p in pieces) else PAD_TOKENS
         self.tensors = sum(p.tensors for p in pieces)
@@ -192,14 +192,14 @@ class KernelTimes:
 
     def forward(self, layer: int, lengths: Sequence[int]) -> Causes:
         pieces = self.pieces[layer]
-        calls = self.rates.fixed("forward_kept" if self.kept and pieces.trains else "forward", *_kind(pieces))
+        calls = self.rates.fixed("forward", *_kind(pieces))
         return {**self._forward(pieces, tuple(lengths), first=True), "calls": calls}
 
     def backward(self, layer: int, lengths: Sequence[int], recompute: bool) -> Causes:
         pieces = self.pieces[layer]
         if not pieces.trains:
             return _Sum().seconds
-        back = self._backward(pieces, tuple(lengths))
+        back = self._backward(pieces if recompute else self.kept[layer], tuple(lengths))
         again = self._forward(pieces, tuple(lengths), first=False) if recompute else {}
         calls = self.rates.fixed("backward_again" if recompute else "backward", *_kind(pieces))
         return {cause: s + again.get(cause, 0.0) for cause, s in back.items()} | {"calls": calls}
@@ -222,7 +222,7 @@ class KernelTimes:
         most = most // PAD_TOKENS * PAD_TOKENS or most
         whole, rest = divmod(label_tokens, most)
         last = self._head_chunk(-(-rest // PAD_TOKENS) * PAD_TOKENS) if rest else 0.0
-        return whole * self._head_chunk(most) + last + self.rates.fixed("head")
+        return (whole * self._head_chunk(most) if whole else 0.0) + last + self.rates.fixed("head")
 
     def update(self, parameters: int) -> float:
         tensors = self.tensors * parameters / self.trained if self.trained else 0.0
@@ -330,7 +330,7 @@ class KernelTimes:
             base, lora = 3 * product(form, rows / hit, experts.hidden, experts.inner), 0.0
         out.add("experts", hit * base)
         out.add("lora", hit * lora)
-        out.add("rows", r.pass_over("spread", rows * experts.hidden))
+        out.add("experts", r.pass_over("spread", rows * experts.hidden))
 
 
 class _Sum:

@@ -81,6 +81,7 @@ class MemoryPlan:
         shares: of the heap.
         margin: share of all parts but the program's that is added to them.
         estimate: some layers are of a kind that is only bounded from above.
+        spilled: bytes of boundary inputs that a device has no room for and page-locked host memory holds.
     """
 
     fixed: dict[str, float]
@@ -91,6 +92,7 @@ class MemoryPlan:
     formulas: dict[str, str] = field(default_factory=dict)
     margin: float = 0.0
     estimate: bool = False
+    spilled: float = 0.0
 
     @property
     def moment(self) -> str:
@@ -251,9 +253,13 @@ def compose(
     if sharers > 1:
         formulas["packed layers held"] = f"1/{sharers} of a map that {sharers} ranks share"
     assert tokens >= work.held_tokens
+    spilled = 0.0
+    if process.boundary_room is not None and not kept:
+        one = boundary * work.held_tokens
+        spilled = max(0.0, one * (work.trained + 1) - process.boundary_room - one)
     return MemoryPlan(
         fixed, moments, kept, _heap(work, kept) if process.cpu else {}, TUNED_HEAP if process.tuned_heap else DEFAULT_HEAP,
-        formulas, 0.0 if process.cpu else MARGIN_SHARE, estimate,
+        formulas, 0.0 if process.cpu else MARGIN_SHARE, estimate, spilled,
     )  # fmt: skip
 
 

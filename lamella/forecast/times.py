@@ -48,13 +48,8 @@ class StepTimes(Protocol):
         ...
 
 
-def times_of(
-    shape: ModelShape, sites: Sequence[Site], device: DeviceFacts, dtype: str = "bf16", kept: bool = False
-) -> StepTimes:
+def times_of(shape: ModelShape, sites: Sequence[Site], device: DeviceFacts, dtype: str = "bf16") -> StepTimes:
     """Times of a model with these LoRA pairs on this device.
-
-    Args:
-        kept: forward passes keep activations for backward, which takes a little longer.
 
     Raises:
         UserError: the device's rates are of another dtype.
@@ -67,7 +62,8 @@ def times_of(
     pieces = pieces_of(shape, sites)
     if device.kernels is None:
         return RateTimes(pieces, shape.hidden, shape.vocab, device)
-    return KernelTimes(pieces, shape.hidden, shape.vocab, device.kernels, device.dequantise_bytes_per_s, kept)
+    kept = pieces_of(shape, sites, kept=True)
+    return KernelTimes(pieces, kept, shape.hidden, shape.vocab, device.kernels, device.dequantise_bytes_per_s)
 
 
 class RateTimes:

@@ -409,7 +409,9 @@ def program_bytes(chosen: process.Choice) -> int:
 
 def identity_of(place: RankPlace, dtype: Dtype) -> Identity:
     """As runs on such a device are known in a calibration."""
-    return Identity(device=place.facts.name, threads=place.threads, dtype=dtype, kernels=place.facts.kernels is not None)
+    return Identity(
+        device=place.facts.name, threads=place.threads, dtype=dtype, kernels=place.facts.kernels is not None
+    )
 
 
 def identities_of(question: Question) -> list[Identity]:

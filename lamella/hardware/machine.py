@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 ProductForm = Literal["forward", "backward", "narrow", "widen", "narrow_back", "widen_back", "gradient"]
 RowKind = Literal["norm", "norm_back", "rotate", "rotate_back", "gated", "gated_back", "add", "copy", "cast", "accumulate",
                   "peak", "loss", "router", "router_back", "balance", "spread", "dequantise"]  # fmt: skip
-FixedWork = Literal["forward", "forward_kept", "backward", "backward_again", "bind", "head", "prologue", "update"]
+FixedWork = Literal["forward", "backward", "backward_again", "bind", "head", "prologue", "update"]
 
 
 class MatmulPoint(Section):
@@ -88,7 +88,7 @@ class FixedCost(Section):
     """What a small model's step was seen to take beyond the time of its kernels: interpreter, dispatch and autograd, with the
     caches as the kernels leave them.
 
-        forward, forward_kept     one layer and micro-batch without and with gradients
+        forward                   one layer and micro-batch
         backward, backward_again  its backward pass, from what was kept and with the forward pass again
         bind                      a layer's turn: finding its bytes, hanging them into its modules
         head, prologue            a micro-batch

@@ -67,7 +67,9 @@ QUICK = (Trial(False, False, False), Trial(True, False, False))
 FULL = tuple(Trial(e, *rest) for e in (False, True) for rest in ((False, False), (True, False), (False, True)))
 
 
-def measure_in_place(rates: KernelRates, quick: bool, on_progress: Callable[[str], None]) -> tuple[FixedCost, ...]:
+def measure_in_place(
+    rates: KernelRates, dtype: torch.dtype, quick: bool, on_progress: Callable[[str], None]
+) -> tuple[FixedCost, ...]:
     """Fixed costs of this CPU, given the rates of its kernels."""
     found: dict[tuple[FixedWork, bool, bool], list[float]] = defaultdict(list)
     kept_steps = RECORDER.steps.maxlen or 0
@@ -80,7 +82,7 @@ def measure_in_place(rates: KernelRates, quick: bool, on_progress: Callable[[str
                 store = _make_store(Path(scratch) / str(experts), config)
                 for trial in QUICK if quick else FULL:
                     if trial.experts == experts:
-                        for (work, layer), seconds in _try(trial, store, rates, 3 if quick else 5).items():
+                        for (work, layer), seconds in _try(trial, store, rates, dtype, 3 if quick else 5).items():
                             found[work, experts and layer, trial.everywhere and layer].append(seconds)
     finally:
         RECORDER.keep(kept_steps)
@@ -103,21 +105,24 @@ def _batch(generator: torch.Generator) -> PackedBatch:
     return pack_rows([(ids, [i >= TOKENS - LABELS for i in range(TOKENS)])])
 
 
-def _try(trial: Trial, store: Store, rates: KernelRates, steps: int) -> dict[tuple[FixedWork, bool], float]:
+def _try(
+    trial: Trial, store: Store, rates: KernelRates, dtype: torch.dtype, steps: int
+) -> dict[tuple[FixedWork, bool], float]:
     """What each work took beyond its kernels, medians over steps and layers; and whether it is a layer's."""
     targets: Any = "all-linear" if trial.everywhere else ATTENTION
     lora = LoraConfig(rank=16, targets=targets)
-    engine = Engine.open(store, dtype="bf16", recompute="always" if trial.recompute else "never")
+    engine = Engine.open(
+        store, dtype="bf16" if dtype == torch.bfloat16 else "fp32", recompute="always" if trial.recompute else "never"
+    )
     adapter = Adapter.create(engine.skeleton, lora, 0)
     engine.attach(adapter)
     parameters = list(adapter.parameters().values())
     update = updating(parameters)
     shape = shape_of(store.path)
     sites = sites_of(shape, lora)
-    # without measured fixed costs and calls that cost nothing the forecast holds kernels alone
-    times = KernelTimes(
-        pieces_of(shape, sites), shape.hidden, shape.vocab, rates.model_copy(update={"call_s": 0.0}), 1e12
-    )
+    kernels = rates.model_copy(update={"call_s": 0.0, "fixed": ()})  # nothing but kernels
+    forms = pieces_of(shape, sites), pieces_of(shape, sites, kept=True)
+    times = KernelTimes(*forms, shape.hidden, shape.vocab, kernels, 1e12)
     generator = torch.Generator().manual_seed(0)
     seen: dict[tuple[FixedWork, bool], list[float]] = defaultdict(list)
     for step in range(steps + WARM_UP):
@@ -164,7 +169,7 @@ def _add_step(
             seen["head", False].append(taken_s - times.head(LABELS))
         elif what == "forward":
             kernels_s = sum(times.forward(layer, lengths).values()) + times.hang(layer)
-            seen["forward" if recompute else "forward_kept", True].append(taken_s - kernels_s)
+            seen["forward", True].append(taken_s - kernels_s)
         else:
             kernels_s = sum(times.backward(layer, lengths, recompute).values()) + times.hang(layer)
             seen["backward_again" if recompute else "backward", True].append(taken_s - kernels_s)

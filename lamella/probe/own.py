@@ -75,7 +75,7 @@ class ExpertRun:
 
 def expert_pieces(grid: ExpertGrid, pool: Pool) -> list[Piece[ExpertRun]]:
     """Forward (keeping what backward needs) and backward of every shape; none where the kernels cannot run."""
-    if experts.route() is None:
+    if experts.route() is None or pool.dtype != torch.bfloat16:
         return []
     pieces = []
     for hidden in grid.hidden:
@@ -143,7 +143,7 @@ def _segments(length: int, count: int) -> attention.Segments:
 
 def attention_pieces(lengths: Sequence[int], sizes: Sequence[int], pool: Pool) -> list[Piece[AttentionRun]]:
     """Forward and backward of every length and head size; none where the kernels cannot run."""
-    if attention.implementation() == "torch":
+    if attention.implementation() == "torch" or pool.dtype != torch.bfloat16:
         return []
 
     def pair(length: int, size: int) -> list[Piece[AttentionRun]]:
@@ -275,7 +275,8 @@ def row_pieces(sizes: Sequence[int], tokens: Sequence[int], pool: Pool) -> list[
     if not rows.supported():
         return []
     passes = [piece for values in sizes for piece in _passes(values, pool)]
-    return passes + ([piece for n in tokens for piece in _routing(n, pool)] if experts.route() is not None else [])
+    routed = experts.route() is not None and pool.dtype == torch.bfloat16
+    return passes + ([piece for n in tokens for piece in _routing(n, pool)] if routed else [])
 
 
 # ---- 4-bit weights --------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def dequantise_pieces(sizes: Sequence[int], pool: Pool) -> list[Piece[RowRun]]:
 
     def piece(values: int) -> Piece[RowRun]:
         blocks = values // BLOCK
-        codes = pool.tensor("codes", values // 4).view(torch.uint8)
+        codes = pool.tensor("codes", values // 2 // pool.dtype.itemsize).view(torch.uint8)
         state = AbsmaxState(
             torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.linspace(-0.01, 0.01, 256),
             torch.ones(-(-blocks // 256)), torch.tensor(0.03),

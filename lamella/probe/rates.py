@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lamella.hardware.machine import KernelRates
+from lamella.hardware.matmul import native_dtype
 from lamella.probe import own, products
 from lamella.probe.in_place import measure_in_place
 from lamella.probe.pool import Pool
@@ -28,8 +29,8 @@ ENOUGH_S = 25.0
 class KernelWork:
     """Everything that is measured, in pieces, and the rates from their times."""
 
-    def __init__(self, quick: bool) -> None:
-        pool = Pool()
+    def __init__(self, quick: bool, dtype: torch.dtype) -> None:
+        pool = Pool(dtype)
         self.products = products.product_pieces(products.QUICK if quick else products.FULL, pool)
         self.experts = own.expert_pieces(own.EXPERTS_QUICK if quick else own.EXPERTS, pool)
         self.attention = own.attention_pieces(LENGTHS_QUICK if quick else LENGTHS, HEAD_SIZES, pool)
@@ -58,7 +59,8 @@ class KernelWork:
 
 
 def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str], None]) -> KernelRates:
-    """Measure products, experts, attention and row-wise work of this CPU in bf16, and what a layer takes besides.
+    """Measure products, experts, attention and row-wise work of this CPU in the dtype it computes in natively, and what a layer
+    takes besides.
 
     Args:
         threads: of torch; None: as torch has them.
@@ -69,14 +71,15 @@ def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str
     effort = Effort(2, 0.001) if quick else Effort(4, 0.003)
     try:
         torch.set_num_threads(threads or before)
-        work = KernelWork(quick)
+        dtype = native_dtype(torch.device("cpu"))
+        work = KernelWork(quick, dtype)
         for turn in range(effort.rounds):
             for what, pieces in work.groups().items():
                 on_progress(f"{what}, round {turn + 1} of {effort.rounds}")
                 measure(pieces, Effort(1, effort.turn_s))
         rates = work.rates(torch.get_num_threads())
         del work
-        return rates.model_copy(update={"fixed": measure_in_place(rates, quick, on_progress)})
+        return rates.model_copy(update={"fixed": measure_in_place(rates, dtype, quick, on_progress)})
     finally:
         torch.set_num_threads(before)
 

@@ -7,6 +7,7 @@ from transformers import Qwen3Config
 from lamella.adapter import Adapter
 from lamella.config import LoraConfig
 from lamella.engine import Engine
+from lamella.engine.engine import DTYPES
 from lamella.engine.memory import predict
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
@@ -63,7 +64,7 @@ def shape_and_sites(store):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_base_is_what_the_engine_holds(name, dtype, sharers, made):
     store, checkpoint = made(MODELS[name]())
-    skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])  # fmt: skip
+    skeleton = Skeleton(load_config(store.path, store.manifest.tie_word_embeddings), DTYPES[dtype])
     weights = LayerWeights(store, skeleton, torch.device("cpu"), ranks_here=sharers, sharers=sharers)
     for source in (store.path, checkpoint, checkpoint / "config.json"):
         found = base_of(shape_of(source), dtype, "cpu", Rank(sharers=sharers))
@@ -106,12 +107,14 @@ def test_layers_stay_as_the_engine_decides(name, room, recompute, made):
     engine.attach(Adapter.create(engine.skeleton, LORA, 0))
     engine.budget_bytes = budget
     if not found.fits:
-        with pytest.raises(UserError, match="takes .* beyond the program itself"):
+        with pytest.raises(UserError, match="beyond the program itself"):
             engine.fit(LENGTHS, POSITIONS)
         return
     engine.fit(LENGTHS, POSITIONS)
     residency = engine.walk.weights.residency
-    assert abs(len(found.residency.resident) - len(residency.resident)) <= 1, "probes and shapes differ by less than a layer"
+    assert abs(len(found.residency.resident) - len(residency.resident)) <= 1, (
+        "probes and shapes differ by less than a layer"
+    )
     assert found.residency.slot_bytes == residency.slot_bytes
     if recompute != "auto":
         assert found.kept == (recompute == "never")
@@ -138,7 +141,10 @@ def test_parts_add_up_and_have_names_for_people(made):
 def test_the_import_baseline_is_measured_or_stated(made):
     shape, sites = shape_and_sites(made(MODELS["tied"]())[0])
     unknown = Host(name="h", cores=2, ram_bytes=1 << 34, limit_bytes=1 << 34)
-    a, b = (peak_of(shape, sites, LENGTHS, POSITIONS, kept=True, dtype="fp32", device=cpu(), host=h) for h in (HOST, unknown))
+    a, b = (
+        peak_of(shape, sites, LENGTHS, POSITIONS, kept=True, dtype="fp32", device=cpu(), host=h)
+        for h in (HOST, unknown)
+    )
     assert b.peak_bytes - a.peak_bytes == IMPORT_BYTES - 1000
     assert a.beyond_program_bytes == b.beyond_program_bytes
 
@@ -147,7 +153,9 @@ def test_a_stage_holds_its_layers_and_what_is_in_flight(made):
     shape, sites = shape_and_sites(made(MODELS["dense"]())[0])
 
     def peak(**rank) -> MemoryPlan:
-        return peak_of(shape, sites, [[100]] * 4, [50] * 4, kept=False, dtype="fp32", device=cpu(), host=HOST, rank=Rank(**rank))
+        return peak_of(
+            shape, sites, [[100]] * 4, [50] * 4, kept=False, dtype="fp32", device=cpu(), host=HOST, rank=Rank(**rank)
+        )
 
     first, last, whole = peak(layers=range(2)), peak(layers=range(2, 6)), peak()
     assert "one chunk of the head" not in first.moments["head"] or first.moments["head"]["one chunk of the head"] == 0
@@ -183,11 +191,15 @@ def test_a_gpu_streams_spills_and_pins(made):
     assert not small.kept
     assert small.boundary_room < 1000
     one = sum(map(sum, LENGTHS)) * 128 * 2
-    assert small.plan.moments["head"]["boundary inputs"] == pytest.approx(one, abs=1000), "the others are in host memory"
+    assert small.plan.moments["head"]["boundary inputs"] == pytest.approx(one, abs=1000), (
+        "the others are in host memory"
+    )
     none = HOST.model_copy(update={"pinned_bytes": 0})
     on_disk = choose_residency(shape, sites, LENGTHS, POSITIONS, dtype="bf16", device=gpu(8), host=none, budget=budget)
     assert on_disk.residency.pinned == ()
-    too_small = choose_residency(shape, sites, LENGTHS, POSITIONS, dtype="bf16", device=gpu(8), host=HOST, budget=base.fixed)
+    too_small = choose_residency(
+        shape, sites, LENGTHS, POSITIONS, dtype="bf16", device=gpu(8), host=HOST, budget=base.fixed
+    )
     assert not too_small.fits
     assert too_small.least > base.fixed
 

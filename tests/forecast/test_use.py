@@ -111,8 +111,11 @@ def test_any_rank(rank, opened):
 
 
 @fast
-@pytest.mark.parametrize(("name", "targets", "dtype"), [("llama", "all-linear", "bf16"), ("qwen3_moe", ATTENTION, "bf16"),
-                                                        ("qwen3_moe", "all-linear", "fp32"), ("qwen3_moe", "all-linear", "bf16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "targets", "dtype"),
+    [("llama", "all-linear", "bf16"), ("qwen3_moe", ATTENTION, "bf16"), ("qwen3_moe", "all-linear", "fp32"),
+     ("qwen3_moe", "all-linear", "bf16")],
+)  # fmt: skip
 def test_dropout_takes_other_ways(name, targets, dtype, opened):
     engine, shape, sites = opened(name, dtype, targets, dropout=0.1)
     element = 2 if dtype == "bf16" else 4
