@@ -32,9 +32,7 @@ Size = Annotated[str, AfterValidator(_check_size)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
