@@ -53,7 +53,7 @@ def _moe(
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama 768": DENSE,
+    "dense 576": _dense(576, 9, 3, 1536, 14, 24000),
     "qwen 2048": DENSE_WIDE,
     "qwen 896": _dense(896, 14, 2, 4864, 8, 16000),
     "qwen 4096": _dense(4096, 32, 8, 12288, 2, 4000, head_dim=128),
@@ -70,8 +70,8 @@ HELD_OUT = (
     Case("middle MoE, streamed", "moe 1024", ((768, 256),), recompute="always", budget_share=0.6),
     Case("large MoE layers, LoRA on attention", "moe 2048", ((900, 500),)),
     Case("large MoE layers, LoRA on everything", "moe 2048", ((1300,),), targets="all-linear"),
-    Case("small dense, short rows, everything", "llama 768", ((96,) * 7, (80,) * 8), targets="all-linear"),
-    Case("small dense, 8,192 tokens in one row, recomputed", "llama 768", ((8192,),), recompute="always"),
+    Case("small dense, short rows, everything", "dense 576", ((96,) * 7, (80,) * 8), targets="all-linear"),
+    Case("small dense, 8,192 tokens in one row, recomputed", "dense 576", ((8192,),), recompute="always"),
     Case("dense 896 with a wide MLP, LoRA on attention", "qwen 896", ((640, 640),)),
     Case("dense 896, rank 64 on everything, recomputed", "qwen 896", ((512,),), targets="all-linear", rank=64,
          recompute="always"),

@@ -200,10 +200,9 @@ def _routed(logits_TE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     return (value_TK / value_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), index_TK
 
 
-def _balance(logits_TE: Tensor, per_token: int) -> Tensor:
+def _balance(logits_TE: Tensor, index_TK: Tensor) -> Tensor:
     """As `engine.step.Routing` does it."""
-    probability_TE = torch.softmax(logits_TE.float(), dim=-1)
-    chosen = probability_TE.topk(per_token, dim=-1).indices.flatten()
+    probability_TE, chosen = torch.softmax(logits_TE.float(), dim=-1), index_TK.flatten()
     count_E = torch.zeros(logits_TE.shape[1], dtype=torch.float64)
     count_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
     return count_E + probability_TE.double().sum(0)
@@ -263,7 +262,7 @@ def _routing(tokens: int, pool: Pool) -> list[Piece[RowRun]]:
     passes: dict[RowKind, Callable[[], object]] = {
         "router": lambda: _routed(logits_TE, ROUTES),
         "router_back": lambda: torch.autograd.grad(weight_TK, leaf, grad_TK, retain_graph=True),
-        "balance": lambda: _balance(logits_TE, ROUTES),
+        "balance": lambda: _balance(logits_TE, index_TK),
         "spread": spread,
     }
     return [Piece(RowRun(kind, y_SH.numel() if kind == "spread" else logits_TE.numel()), once)

@@ -27,7 +27,7 @@ class Pool:
     def _memory(self, use: str, numel: int) -> Tensor:
         held = self._held.get(use)
         if held is None or held.numel() < numel:
-            held = self._held[use] = self._numbers.repeat(-(-max(numel, self.region) // _ALIKE))
+            held = self._held[use] = self._numbers.repeat(-(-numel // _ALIKE))
         return held
 
     def tensor(self, use: str, *shape: int) -> Tensor:
@@ -38,7 +38,7 @@ class Pool:
     def turning(self, use: str, *shape: int) -> Callable[[], Tensor]:
         """The next tensor of this shape each time it is asked."""
         numel = math.prod(shape)
-        memory = self._memory(use, numel)
+        memory = self._memory(use, max(numel, self.region))
         apart = -(-numel // _ALIGN) * _ALIGN
         starts = range(0, memory.numel() - numel + 1, apart)[:_MOST_VIEWS]
         return cycle([memory[at : at + numel].view(shape) for at in starts]).__next__

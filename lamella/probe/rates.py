@@ -12,7 +12,7 @@ from lamella.hardware.machine import KernelRates
 from lamella.hardware.matmul import native_dtype
 from lamella.probe import own, products
 from lamella.probe.in_place import measure_in_place
-from lamella.probe.pool import Pool
+from lamella.probe.pool import REGION_BYTES, Pool
 from lamella.probe.timing import Effort, Piece, measure
 
 LENGTHS, LENGTHS_QUICK = (32, 128, 512, 2048, 8192), (64, 512)
@@ -30,7 +30,7 @@ class KernelWork:
     """Everything that is measured, in pieces, and the rates from their times."""
 
     def __init__(self, quick: bool, dtype: torch.dtype) -> None:
-        pool = Pool(dtype)
+        pool = Pool(dtype, REGION_BYTES // 4 if quick else REGION_BYTES)
         self.products = products.product_pieces(products.QUICK if quick else products.FULL, pool)
         self.experts = own.expert_pieces(own.EXPERTS_QUICK if quick else own.EXPERTS, pool)
         self.attention = own.attention_pieces(LENGTHS_QUICK if quick else LENGTHS, HEAD_SIZES, pool)

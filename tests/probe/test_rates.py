@@ -1,5 +1,6 @@
 """What is measured of the kernels (not how fast they are)."""
 
+import pytest
 import torch
 
 from lamella.hardware.machine import KernelRates
@@ -33,6 +34,7 @@ def test_products_are_what_their_form_says():
     assert point.flops_per_s == 2 * 4 * 8 * 2 / 0.5
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_is_whole_and_leaves_the_threads_alone():
     before = torch.get_num_threads()
     told = []
@@ -42,6 +44,8 @@ def test_a_quick_measurement_is_whole_and_leaves_the_threads_alone():
     assert len(told) == 12
     assert KernelRates.model_validate_json(rates.model_dump_json()) == rates
     assert len(rates.matmul) == len({(p.form, p.rows, p.inner, p.columns) for p in rates.matmul}) == 56
+    assert {f.work for f in rates.fixed} >= {"forward", "backward", "bind", "head", "prologue", "update"}
+    assert {f.experts for f in rates.fixed if f.work == "forward"} == {False, True}
     if experts.route() is not None:
         grid = own.EXPERTS_QUICK
         assert len(rates.experts) == len(grid.rows) * len(grid.hidden) * len(grid.inner) * len(grid.ranks)
