@@ -96,12 +96,12 @@ CASES = (
 _SMALL = {"vocab_size": 2048, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32, "max_position_embeddings": 2048,
           "eos_token_id": 2047}  # fmt: skip
 TINY = (
-    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "7MB", rows=2, row_tokens=64, threads=1),
+    Case("tiny", qwen3_moe(12, 128, 4, 64, **_SMALL), GIB, "7.6MB", rows=2, row_tokens=64, threads=1),
     Case(
         "tiny shared",
         qwen3_moe(12, 128, 4, 64, **_SMALL),
         GIB,
-        "7MB",
+        "7.6MB",
         state="disk",
         shared=True,
         rows=2,

@@ -26,8 +26,8 @@ CASES = (
     ("4xH100-80", "stages", ()),
     ("1xH100-80+ram=128GB", None, ()),
     ("1xRTX4090+ram=64GB", None, ()),
-    ("2xRTX3090,2xT4+ram=128GB", None, ()),
-    ("2xRTX3090,2xT4+ram=128GB", None, ("cuda:0", "cuda:1")),
+    ("2xRTX3090,2xT4+ram=160GB", None, ()),
+    ("2xRTX3090,2xT4+ram=160GB", None, ("cuda:0", "cuda:1")),
 )
 
 
