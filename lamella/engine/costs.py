@@ -7,6 +7,8 @@ import torch
 from lamella.engine.engine import Engine
 from lamella.engine.flops import FlopCounter
 from lamella.forecast import costs
+from lamella.forecast.describe import shape_of
+from lamella.forecast.shape import ModelShape, Site
 from lamella.plan.costs import ModelCost
 
 
@@ -21,6 +23,8 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
     counter = FlopCounter(skeleton, adapter.sites.values())
     hidden, size = int(engine.config.hidden_size), skeleton.dtype.itemsize
     formats = {r.name: r.format for key, _ in store.manifest.groups() for r in store.records(key)}
+    shape = shape_of(store.path)
+    activations = costs.activations_of(shape, _sites(engine, shape), size, engine.walk.weights.device.type)
     layers = []
     for i in range(len(skeleton.layers)):
         records = store.records(i)
@@ -29,6 +33,7 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
             quantised=sum(torch.Size(r.shape).numel() for r in records if formats[r.name] != "raw"),
             parameters=sum(torch.Size(r.shape).numel() for r in records),
             trained=sum(site.numel for site in adapter.layer_sites(i)),
+            activation_bytes_per_token=activations[i],
         ))  # fmt: skip
     outer = sum(torch.Size(r.shape).numel() for r in store.records("outer")) * size
     return costs.model_cost(
@@ -36,3 +41,11 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
         tied=store.manifest.tie_word_embeddings, trained=counter.first < len(skeleton.layers),
         dtype_bytes=size, recompute=recompute,
     )  # fmt: skip
+
+
+def _sites(engine: Engine, shape: ModelShape) -> list[Site]:
+    """The adapter's pairs on the shape's matrices."""
+    assert engine.adapter is not None
+    by_name = [{m.name: m for m in layer.matrices} for layer in shape.layers]
+    names = [(s, s.path if s.parameter is None else f"{s.path}.{s.parameter}") for s in engine.adapter.sites.values()]
+    return [Site(s.layer, by_name[s.layer][name], s.rank) for s, name in names]

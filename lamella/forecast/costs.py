@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 from lamella.forecast.flops import LayerFlops, layer_work
 from lamella.forecast.shape import ModelShape, Site
+from lamella.forecast.use import activation_bytes_per_token
 from lamella.plan.costs import STATE_BYTES, LayerCost, ModelCost
 
 
 def layer_cost(
-    flops: LayerFlops, *, hidden: int, dtype_bytes: int, packed_bytes: int, quantised: int, parameters: int, trained: int
+    flops: LayerFlops, *, hidden: int, dtype_bytes: int, packed_bytes: int, quantised: int, parameters: int, trained: int,
+    activation_bytes_per_token: float,
 ) -> LayerCost:  # fmt: skip
     """One layer.
 
@@ -18,13 +20,13 @@ def layer_cost(
         hidden: size of the hidden state; dtype_bytes: of the dtype computed in.
         packed_bytes: of its file in the store.
         quantised: parameters in 4 bits, of all `parameters`; trained: of its LoRA pairs.
+        activation_bytes_per_token: see `activations_of`.
     """
-    macs = flops.token_forward / 2  # a token writes about as many values as it does products / hidden
     return LayerCost(
         flops_per_token=flops.token, flops_per_pair=flops.pair,
         forward_share=flops.token_forward / flops.token if flops.token else 0.5,
         packed_bytes=packed_bytes, dequantised_bytes=quantised * dtype_bytes, adapter_bytes=STATE_BYTES * trained,
-        activation_bytes_per_token=dtype_bytes * (4 * hidden + 3 * macs / hidden), boundary_bytes_per_token=hidden * dtype_bytes,
+        activation_bytes_per_token=activation_bytes_per_token, boundary_bytes_per_token=hidden * dtype_bytes,
         divisible=quantised / max(parameters, 1), window=flops.window,
     )  # fmt: skip
 
@@ -47,18 +49,39 @@ def model_cost(
     )  # fmt: skip
 
 
-def cost_of(shape: ModelShape, sites: Iterable[Site], dtype_bytes: int, recompute: bool) -> ModelCost:
+def activations_of(shape: ModelShape, sites: Iterable[Site], dtype_bytes: int, device_kind: str = "cpu") -> list[float]:
+    """Of each layer, bytes of its work per token (`use.activation_bytes_per_token`)."""
+    by_layer: dict[int, list[Site]] = {}
+    for site in sites:
+        by_layer.setdefault(site.layer, []).append(site)
+    known: dict[tuple[int, tuple[tuple[str, int], ...]], float] = {}
+    found = []
+    for i, layer in enumerate(shape.layers):
+        own = by_layer.get(i, [])
+        key = hash(layer), tuple((site.matrix.name, site.rank) for site in own)
+        if key not in known:
+            known[key] = activation_bytes_per_token(shape, i, own, dtype_bytes, device_kind)
+        found.append(known[key])
+    return found
+
+
+def cost_of(
+    shape: ModelShape, sites: Iterable[Site], dtype_bytes: int, recompute: bool, device_kind: str = "cpu"
+) -> ModelCost:
     """Costs of a model with a LoRA, equal to those of an engine that has both open.
 
     Args:
         sites: the adapted weights (see `trainable.sites_of`).
         dtype_bytes: of the dtype computed in: 2, or 4 for fp32.
         recompute: layers run again in the backward walk.
+        device_kind: "cpu" or "cuda": layers keep more where no fused modules stand in.
     """
+    sites = list(sites)
     by_layer: dict[int, dict[str, Site]] = {}
     for site in sites:
         by_layer.setdefault(site.layer, {})[site.matrix.name] = site
     first = min(by_layer, default=len(shape.layers))
+    activations = activations_of(shape, sites, dtype_bytes, device_kind)
     layers = []
     for i, layer in enumerate(shape.layers):
         own = by_layer.get(i, {})
@@ -66,7 +89,7 @@ def cost_of(shape: ModelShape, sites: Iterable[Site], dtype_bytes: int, recomput
             layer_work(layer, own, i > first).flops(i >= first, recompute), hidden=shape.hidden, dtype_bytes=dtype_bytes,
             packed_bytes=layer.store_bytes, quantised=layer.quantised_parameters,
             parameters=sum(m.parameters for m in layer.matrices) + layer.other_parameters,
-            trained=sum(site.parameters for site in own.values()),
+            trained=sum(site.parameters for site in own.values()), activation_bytes_per_token=activations[i],
         ))  # fmt: skip
     outer = shape.embedding_parameters + shape.head_parameters + shape.outer_parameters
     return model_cost(layers, hidden=shape.hidden, vocab=shape.vocab, outer_bytes=outer * dtype_bytes, tied=shape.tied,

@@ -69,6 +69,18 @@ def use_of(shape: ModelShape, layer: int, sites: Sequence[Site], lengths: Sequen
     return Use(t.peak, graph, graph_peak, t_kept.peak, len(t_kept.products) if counted else 0)
 
 
+TYPICAL_TOKENS = 1024
+"""Of a micro-batch, where a layer's work is asked for per token."""
+
+
+def activation_bytes_per_token(
+    shape: ModelShape, layer: int, sites: Sequence[Site], dtype_bytes: int, device_kind: str = "cpu"
+) -> float:
+    """What a layer's work takes per token while one micro-batch passes it: the larger of its two ways, recomputed."""
+    use = layer_use(shape, layer, sites, (TYPICAL_TOKENS,), dtype_bytes, device_kind)
+    return max(use.forward, use.backward) / TYPICAL_TOKENS
+
+
 def is_estimate(layer: LayerShape) -> bool:
     """Whether a layer is of a kind that is only bounded from above: none of the known attention and MLP forms."""
     return not blocks.is_known(layer)

@@ -16,7 +16,7 @@ from lamella.forecast.events import Played, play
 from lamella.forecast.hosts import hosts_of
 from lamella.forecast.items import RankPlan, part_of_share, step_items
 from lamella.forecast.outcome import HostForecast, RankForecast
-from lamella.forecast.peak import GROUPS, MARGIN_SHARE, PROGRAM, MemoryPlan
+from lamella.forecast.peak import CONTEXT_BYTES, GROUPS, MARGIN_SHARE, PROGRAM, MemoryPlan
 from lamella.forecast.places import RankPlace, places_of
 from lamella.forecast.question import Question
 from lamella.forecast.roads import roads_of, stream_rate
@@ -159,7 +159,8 @@ class Forecaster:
 
     def cost(self, recompute: bool) -> tuple[ModelCost, CostTable]:
         if recompute not in self.costs:
-            model = cost_of(self.q.shape, self.sites, self.size, recompute)
+            kind = "cuda" if any(place.facts.kind == "cuda" for place in self.places) else "cpu"
+            model = cost_of(self.q.shape, self.sites, self.size, recompute, kind)
             self.costs[recompute] = model, CostTable(model)
         return self.costs[recompute]
 
@@ -242,6 +243,7 @@ class Forecaster:
             place.name, self.q.machine.hosts[place.host].name, flops / seconds if seconds else 1.0,
             dequantised / write if write > 0 else 1e18, stream_rate(self.q.machine, place, in_host, here),
             place.memory_bytes, spills=place.facts.kind == "cuda",
+            fixed_bytes=CONTEXT_BYTES if place.facts.kind == "cuda" else 0,
         )  # fmt: skip
 
     @cached_property

@@ -18,6 +18,7 @@ class Device:
             to be held.
         memory_bytes: for all that training holds; None: no limit.
         spills: boundary inputs that find no room go to the host's memory (a GPU's).
+        fixed_bytes: of that memory, what the program takes before it holds anything (a GPU's context).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Device:
     read_bytes_per_s: float
     memory_bytes: int | None = None
     spills: bool = False
+    fixed_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,13 @@ class Fluid:
         """Bytes that device k of a team needs: with nothing held (two slots instead), or with all layers held."""
         share = self._shares_about(team)[k]
         held = self.slots if stream else self.packed
+        fixed = self.devices[team.ranks[k]].fixed_bytes
         if team.way == "experts":
             part = 1 - self.divisible * (1 - share)
-            out = (held + self.state) * part + self.rest
+            out = (held + self.state) * part + self.rest + fixed
             tokens = self.tokens * min(1.0, flying / groups)
         else:
-            out = held + self.state + self.rest
+            out = held + self.state + self.rest + fixed
             tokens = self.tokens * min(1.0, flying / groups) * share
         if self.devices[team.ranks[k]].spills:
             return out
@@ -136,7 +137,7 @@ class Fluid:
                 out.append(np.full_like(self.packed, np.inf))
                 continue
             held = self.slots if device.read_bytes_per_s > 0 and not hold else self.packed
-            room = device.memory_bytes - self.rest
+            room = device.memory_bytes - device.fixed_bytes - self.rest
             if team.way == "tokens":
                 room = room - held - self.state
                 per_share = np.zeros_like(room) if device.spills else self.boundary * tokens

@@ -1,6 +1,7 @@
 """What each device holds, in closed form, by parts that can be named.
 
-    packed layers + two slots when any is streamed + dequantised layer + embeddings, head + adapter state
+    program (of a GPU: its context)
+    + packed layers + two slots when any is streamed + dequantised layer + embeddings, head + adapter state
     + activations of one layer on the largest micro-batch + boundary inputs of every layer for the groups in flight
       (on a device that spills: as far as there is room)
 
@@ -98,6 +99,7 @@ def stage_memory(
         parts_of = [1 - layer.divisible + layer.divisible * share for layer in layers]
     packed = [int(layer.packed_bytes * part) for layer, part in zip(layers, parts_of, strict=True)]
     parts = {
+        **({"program": device.fixed_bytes} if device.fixed_bytes else {}),
         "embeddings": table.model.first_bytes if stage.first == 0 else 0,
         "head": table.model.last_bytes if stage.last == table.layers else 0,
         "adapter state": int(sum(layer.adapter_bytes * p for layer, p in zip(layers, parts_of, strict=True))),

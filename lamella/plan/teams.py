@@ -60,7 +60,7 @@ def kinds_of(devices: Sequence[Device], links: Links) -> list[list[int]]:
     kinds: dict[tuple[object, ...], list[int]] = {}
     for r, d in enumerate(devices):
         own = r if r in special else -1
-        key = (d.host, d.flops_per_s, d.dequantise_bytes_per_s, d.read_bytes_per_s, d.memory_bytes, own)
+        key = (d.host, d.flops_per_s, d.dequantise_bytes_per_s, d.read_bytes_per_s, d.memory_bytes, d.fixed_bytes, own)
         kinds.setdefault(key, []).append(r)
     return list(kinds.values())
 

@@ -142,6 +142,17 @@ def test_a_gpu_keeps_what_the_familys_own_modules_keep(opened):
     assert on_gpu.shapes == 0
 
 
+def test_costs_of_plans_take_activations_from_here(opened):
+    from lamella.forecast.costs import cost_of
+    from lamella.forecast.use import TYPICAL_TOKENS, activation_bytes_per_token
+
+    _, shape, sites = opened("llama", "bf16")
+    for kind in ("cpu", "cuda"):
+        found = activation_bytes_per_token(shape, 1, sites, 2, kind)
+        assert found == layer_use(shape, 1, sites, (TYPICAL_TOKENS,), 2, kind).backward / TYPICAL_TOKENS
+        assert cost_of(shape, sites, 2, True, kind).layers[1].activation_bytes_per_token == found
+
+
 def test_use_grows_with_tokens_and_rank(opened):
     _, shape, sites = opened("qwen3_moe", "bf16")
     small, large = (layer_use(shape, 1, sites, (n,), 2, "cpu") for n in (256, 512))

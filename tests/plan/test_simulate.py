@@ -157,3 +157,6 @@ def test_memory_by_parts():
     assert c.fits
     unreadable = [replace(short[0], read_bytes_per_s=0), machines[1]]
     assert not memory_of(split, cost, unreadable, plan, rows)[0].fits
+    beside = [replace(machines[0], memory_bytes=a.need, fixed_bytes=1), machines[1]]
+    (d, _) = memory_of(split, cost, beside, plan, rows)
+    assert d.parts["program"] == 1 and d.layers_held < 3, "what a program takes is no room for layers"
