@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -37,28 +38,32 @@ EXPERTS = ExpertGrid((1, 8, 32, 128, 512), (512, 2048), (192, 768), (0, 1, 16, 6
 EXPERTS_QUICK = ExpertGrid((8, 128), (512, 2048), (192, 768), (0, 16), 4)
 
 
-def packed_experts(count: int, hidden: int, inner: int) -> experts.PackedExperts:
-    """Random NF4 experts with double-quantised scales, as a layer's packed bytes hold them."""
+def packed_experts(count: int, hidden: int, inner: int, pool: Pool) -> Callable[[], experts.PackedExperts]:
+    """Random NF4 experts with double-quantised scales, as a layer's packed bytes hold them; others each time, as every layer
+    has its own."""
     numel = hidden * inner
-    blocks = numel // BLOCK
-    parts = [
-        torch.randint(0, 256, (count * 3 * numel // 2,), dtype=torch.uint8),
+    blocks, layer_bytes = numel // BLOCK, 3 * count * numel // 2
+    region = max(pool.region * pool.dtype.itemsize // 2, layer_bytes)
+    scales = [
         torch.randint(0, 256, (count * 3 * blocks,), dtype=torch.uint8),
         torch.linspace(-0.01, 0.01, 256).view(torch.uint8),
         torch.ones(-(-count * 3 * blocks // 256)).view(torch.uint8),
         torch.tensor([0.03]).view(torch.uint8),
     ]
-    at = [0]
-    for part in parts:
+    at = [region]
+    for part in scales:
         at.append(at[-1] + -(-part.numel() // 64) * 64)
-    buffer = torch.zeros(at[-1], dtype=torch.uint8)
-    for start, part in zip(at, parts, strict=False):
+    buffer = pool.tensor(f"experts {hidden} x {inner}", -(-at[-1] // pool.dtype.itemsize)).view(torch.uint8)
+
+    def place(first: int) -> experts.PackedExperts:
+        table = [[first + m * numel // 2, -1, at[0], at[1], at[2], at[3], m * blocks] for m in range(3 * count)]
+        return experts.PackedExperts(buffer, torch.tensor(table).view(count, 3, experts.PARTS), hidden, inner)
+
+    sets = cycle([place(k * layer_bytes) for k in range(min(region // layer_bytes, 16))])
+
+    for start, part in zip(at, scales, strict=False):
         buffer[start : start + part.numel()] = part
-    table = [
-        [m * numel // 2, -1, at[1], at[2], at[3], at[4], m * blocks]
-        for m in range(3 * count)
-    ]  # fmt: skip
-    return experts.PackedExperts(buffer, torch.tensor(table).view(count, 3, experts.PARTS), hidden, inner)
+    return sets.__next__
 
 
 @dataclass(frozen=True)
@@ -77,34 +82,38 @@ def expert_pieces(grid: ExpertGrid, pool: Pool) -> list[Piece[ExpertRun]]:
     """Forward (keeping what backward needs) and backward of every shape; none where the kernels cannot run."""
     if experts.route() is None or pool.dtype != torch.bfloat16:
         return []
-    pieces = []
-    for hidden in grid.hidden:
-        for inner in grid.inner:
-            packed = packed_experts(grid.experts, hidden, inner)
-            for rank in grid.ranks:
-                for rows_each in grid.rows:
-                    pieces += _expert_pair(packed, rows_each, rank, pool)
-    return pieces
+    return [
+        piece
+        for hidden in grid.hidden
+        for inner in grid.inner
+        for packed in [packed_experts(grid.experts, hidden, inner, pool)]
+        for rank in grid.ranks
+        for rows_each in grid.rows
+        for piece in _expert_pair(packed, ExpertRun(rows_each, grid.experts, hidden, inner, rank, False), pool)
+    ]
 
 
-def _expert_pair(packed: experts.PackedExperts, rows_each: int, rank: int, pool: Pool) -> list[Piece[ExpertRun]]:
-    count, hidden, inner = packed.table.shape[0], packed.hidden, packed.inner
-    tokens = rows_each * count
+def _expert_pair(packed: Callable[[], experts.PackedExperts], run: ExpertRun, pool: Pool) -> list[Piece[ExpertRun]]:
+    count, hidden, inner, rank = run.experts, run.hidden, run.inner, run.rank
+    tokens = run.rows_each * count
     one = two = xa1 = xa2 = None
     if rank:
         one = experts.Lora(pool.tensor("a1", count, rank, hidden), pool.tensor("b1", count, 2 * inner, rank), 2.0)
         two = experts.Lora(pool.tensor("a2", count, rank, inner), pool.tensor("b2", count, hidden, rank), 2.0)
         xa1, xa2 = pool.tensor("xa1", tokens, rank), pool.tensor("xa2", tokens, rank)
-    x_TH, y_SH, dx_SH = (pool.tensor(use, tokens, hidden) for use in ("a", "out", "b"))
-    saved = experts.Saved(pool.tensor("gate", tokens, inner), pool.tensor("up", tokens, inner), xa1, xa2)
+    x_TH, y_SH, dx_SH = (pool.turning(use, tokens, hidden) for use in ("a", "out", "b"))
+    gate, up = (pool.turning(use, tokens, inner) for use in ("gate", "up"))
     index_T1 = (torch.arange(tokens) % count).view(-1, 1)  # one expert a token
     routing = experts.sort_by_expert(index_T1, torch.ones(tokens, 1), count)
-    key = (rows_each, count, hidden, inner, rank)
-    return [
-        Piece(ExpertRun(*key, backward=False), lambda: experts.forward(packed, x_TH, routing, y_SH, one, two, True)),
-        Piece(ExpertRun(*key, backward=True),
-              lambda: experts.backward(packed, x_TH, routing, saved, y_SH, one, two, dx_SH)),
-    ]  # fmt: skip
+
+    def forward() -> None:
+        experts.forward(packed(), x_TH(), routing, y_SH(), one, two, True)
+
+    def backward() -> None:
+        saved = experts.Saved(gate(), up(), xa1, xa2)
+        experts.backward(packed(), x_TH(), routing, saved, y_SH(), one, two, dx_SH())
+
+    return [Piece(run, forward), Piece(replace(run, backward=True), backward)]
 
 
 def expert_points(seconds: dict[ExpertRun, float]) -> list[ExpertPoint]:
