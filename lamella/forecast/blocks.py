@@ -509,9 +509,16 @@ class UnknownLayer:
 def expert_bytes(shape: ModelShape, sites: Sequence[Site], layers: range, tokens: int, ways: Ways) -> float:
     """What the expert kernels keep from call to call: rows of all choices, and each thread's scratch."""
     found = 0.0
+    ranks: dict[int, list[tuple[str, int]]] = {}
+    for site in sites:
+        if site.matrix.fused_experts:
+            ranks.setdefault(site.layer, []).append((site.matrix.name, site.rank))
+    seen: set[tuple[object, ...]] = set()
     for i in layers:
-        if not any(m.fused_experts for m in shape.layers[i].matrices):
+        kind = (id(shape.layers[i]), *ranks.get(i, ()))
+        if kind in seen or not any(m.fused_experts for m in shape.layers[i].matrices):
             continue
+        seen.add(kind)
         parts = parts_of(shape, i, sites, ways)
         experts = parts.experts if isinstance(parts, LayerParts) else None
         if experts is not None and experts.by_kernel:

@@ -217,7 +217,7 @@ def _helps(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
     found = []
     for what, changed, same in _faster(q, forecaster, best):
         split = best.split if same is True else _wider(best.split) if same else None
-        other = _best(changed, split)
+        other = _best(changed, split, None if "keep activations" in what else best.recompute)
         if other is None or not other[1].fits:
             continue
         times = now / (other[1].step_s / other[0].tokens)
@@ -226,9 +226,12 @@ def _helps(q: Question, forecaster: Forecaster, best: Variant) -> list[Change]:
     return sorted(found, key=lambda change: -(change.times or 0.0))
 
 
-def _best(q: Question, split: Split | None) -> tuple[Forecaster, Variant] | None:
+def _best(q: Question, split: Split | None, recompute: str | None = None) -> tuple[Forecaster, Variant] | None:
+    """The best way of a changed question; under a given split and `memory.recompute` there is one alone."""
     try:
         forecaster = Forecaster(q, split)
+        if split is not None and recompute is not None:
+            return forecaster, forecaster.given_way(split, recompute)
         return forecaster, forecaster.variants()[0]
     except UserError:  # a change that contradicts settings is none that can be made
         return None
@@ -236,7 +239,7 @@ def _best(q: Question, split: Split | None) -> tuple[Forecaster, Variant] | None
 
 def _faster(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tuple[str, Question, bool | str]]:
     """Changes to try: what, the question with it, and whether the split stays ("more": over twice the devices)."""
-    m, several = q.machine, len(forecaster.places) > 1
+    m = q.machine
     on_disk = sum(rank.on_disk for rank in best.ranks)
     layer = max(x.store_bytes for x in q.shape.layers)
     gpu = forecaster.places[0].facts.kind == "cuda"
@@ -249,28 +252,28 @@ def _faster(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tupl
     if on_disk:
         hosts = tuple(h.model_copy(update={"disk": h.disk and h.disk.model_copy(
             update={"read_bytes_per_s": 2 * h.disk.read_bytes_per_s})}) for h in m.hosts)  # fmt: skip
-        yield "a disk that reads twice as fast", replace(q, machine=m.model_copy(update={"hosts": hosts})), several
+        yield "a disk that reads twice as fast", replace(q, machine=m.model_copy(update={"hosts": hosts})), True
         more = round(1.5 * on_disk * layer)
         yield (
             f"+{format_bytes(more)} of RAM",
             replace(_more_budget(q, 0 if gpu else more), machine=_more_ram(m, more)),
-            several,
+            True,
         )
     if gpu and streamed:
         more = round(1.7 * streamed * layer)
-        yield f"+{format_bytes(more)} of memory on each GPU", replace(q, machine=_more_memory(m, more)), several
+        yield f"+{format_bytes(more)} of memory on each GPU", replace(q, machine=_more_memory(m, more)), True
         links = tuple(
             x.model_copy(update={n: v * 2 for n, v in x if n.endswith("bytes_per_s") and v}) for x in m.host_links
         )
-        yield "links to the host twice as fast", replace(q, machine=m.model_copy(update={"host_links": links})), several
+        yield "links to the host twice as fast", replace(q, machine=m.model_copy(update={"host_links": links})), True
     if q.train.rows_per_step is None:
         tokens = 4 * q.train.tokens_per_step
         train = q.train.model_copy(update={"tokens_per_step": tokens})
-        yield f"train.tokens_per_step = {tokens} (fewer, larger steps)", replace(q, train=train), several
+        yield f"train.tokens_per_step = {tokens} (fewer, larger steps)", replace(q, train=train), True
     if not all(rank.keeps for rank in best.ranks) and q.memory.recompute == "auto" and not gpu:
         more = _kept_bytes(best)
         yield f"+{format_bytes(more)} of RAM, to keep activations", replace(
-            _more_budget(q, more), machine=_more_ram(m, 2 * more)), several  # fmt: skip
+            _more_budget(q, more), machine=_more_ram(m, 2 * more)), True  # fmt: skip
     if (
         not q.devices
         and q.split.shares is None
@@ -283,7 +286,7 @@ def _faster(q: Question, forecaster: Forecaster, best: Variant) -> Iterator[tupl
         yield (
             f"{2 * len(m.devices)} x {m.devices[0].name} in place of {len(m.devices)}",
             replace(q, machine=_doubled(m)),
-            False,
+            "more",
         )
 
 

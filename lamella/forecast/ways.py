@@ -187,6 +187,10 @@ class Forecaster:
                     found.append(self.reckon(other.split, self._plan_of(other.split, self.rows), "auto", choice))
         return sorted(found, key=lambda v: (not v.fits_memory, v.step_s if v.fits_memory else _over(v)))
 
+    def given_way(self, split: Split, recompute: str) -> Variant:
+        """This one alone."""
+        return self.reckon(split, self._plan_of(split, self.rows), recompute)
+
     def keeps(self, split: Split, choice: Choice | None = None) -> bool:
         """Whether some rank has room to keep activations."""
         largest = self._largest(split, None if choice is None else choice.in_flight)
