@@ -37,6 +37,9 @@ bench: $(VENV)/.dev
 	$(PY) -m bench.size
 	$(PY) -m bench.shared
 	$(PY) -m bench.hetero
+	$(PY) -m bench.plan_times
+	$(PY) -m bench.plan_memory
+	$(PY) -m bench.plan
 	$(PY) -m bench.train
 
 lint: $(VENV)/.dev

@@ -1,12 +1,14 @@
-"""Forecasts beside what happens: `python -m bench.plan --what time`.
+"""Plans beside the runs they are for: `python -m bench.plan`.
 
-For each configuration of `bench.plan_cases` a process of its own opens the engine on a store of random weights, predicts
-a step from the machine's rates (`lamella.forecast.times`), and takes steps. One JSON line a case: predicted and measured
-seconds by cause and their ratio; `drift` is how much slower a reference product was around the steps than when the rates
-were measured (nothing is scaled by it). The last line has the median and the worst ratio, and the mean signed error, which
-tells what is systematic.
+For each configuration the commands are run as a user runs them: `lamella plan RUN.toml --machine machine.json --save plan.json`,
+`lamella train plan.json`, in processes of their own, on stores of random weights. One JSON line per case: seconds of a step planned
+and measured (median, the first steps left out), peak memory of every rank planned and measured (`VmHWM`), their ratios, and how
+fast the machine multiplied in the run beside what was probed. The last line sums up: mean and median of log ratios (a systematic
+error), the largest deviations. None of these configurations was used to fit any constant.
 
-Rates come from `--machine machine.json`, or are measured first, in the same run.
+    python -m bench.plan [--case NAME] [--machine machine.json] [--folder DIR] [--steps 8] [--tiny]
+
+Without --machine the machine is probed first.
 """
 
 from __future__ import annotations
@@ -15,295 +17,225 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.plan_cases import HELD_OUT, MODELS, Case
+from bench import size
 from lamella.errors import UserError
-from lamella.hardware.allocator import TUNABLES
+from lamella.store.tokens import FIRST_WORD, word
 
 ROOT = Path(__file__).parent.parent
-TIME_BAR = 0.10
-WARM_UP = 2
+SETTLED = 2
+"""First steps that are not counted."""
+BARS = {"step": 0.10, "memory": 0.05}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MARKS = 22
+"""Tokens of a row's chat marks and roles, about."""
 
 
-# ---- in a process of its own ----------------------------------------------------------------------------------------
+def dense(hidden: int, layers: int, inner: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16384, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64,
+        "intermediate_size": inner, "max_position_embeddings": 16384, "tie_word_embeddings": True, "eos_token_id": 16383,
+        "dtype": "bfloat16", **more,
+    }  # fmt: skip
 
 
-def reference_flops_per_s() -> float:
-    """Of a product that is measured around everything."""
-    import torch
-
-    a, b, out = (torch.full((1024, 1024), 0.01, dtype=torch.bfloat16) for _ in range(3))
-    seconds = []
-    for _ in range(12):
-        start_s = time.perf_counter()
-        torch.mm(a, b, out=out)
-        seconds.append(time.perf_counter() - start_s)
-    return 2.0 * 1024**3 / statistics.median(seconds)
+def moe(hidden: int, layers: int, experts: int, active: int, inner: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 16384, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 64,
+        "intermediate_size": 4 * hidden, "moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": active,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 16384,
+        "tie_word_embeddings": False, "eos_token_id": 16383, "dtype": "bfloat16", **more,
+    }  # fmt: skip
 
 
-def measure_rates(threads: int, quick: bool) -> dict[str, Any]:
-    """A `DeviceFacts` of this CPU, with what forecasts of time need."""
-    import torch
-
-    from lamella.hardware.machine import DeviceFacts
-    from lamella.hardware.matmul import matmul_rate
-    from lamella.probe.rates import measure_kernels
-
-    torch.set_num_threads(threads)
-    kernels = measure_kernels(threads, quick, lambda what: print(what, file=sys.stderr))
-    facts = DeviceFacts(
-        name="this CPU", kind="cpu", memory_bytes=1, matmul_flops_per_s=matmul_rate(torch.device("cpu"), torch.bfloat16).best,
-        dequantise_bytes_per_s=_dequantise_rate(kernels), memory_bytes_per_s=kernels.row_bytes_per_s, threads=threads,
-        kernels=kernels,
-    )  # fmt: skip
-    return {"facts": facts.model_dump(mode="json"), "reference_flops_per_s": reference_flops_per_s()}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense 640": dense(640, 10, 1792, 10, 5),
+    "dense 1280": dense(1280, 8, 3584, 20, 4, **QWEN3),
+    "moe 384": moe(384, 6, 16, 2, 256, 6),
+    "moe 768": moe(768, 8, 48, 6, 384, 12),
+}
 
 
-def _dequantise_rate(kernels: Any) -> float:
-    return max(2 * p.values_per_s for p in kernels.rows if p.kind == "dequantise")
+@dataclass(frozen=True)
+class Case:
+    """One configuration.
 
-
-def time_side(job: dict[str, Any]) -> dict[str, Any]:
-    """Predict a step of the case, then take some."""
-    import torch
-
-    from lamella.adapter import Adapter
-    from lamella.config import LoraConfig, TrainConfig
-    from lamella.engine import Engine
-    from lamella.forecast.describe import shape_of
-    from lamella.forecast.times import times_of
-    from lamella.forecast.trainable import sites_of
-    from lamella.hardware.machine import DeviceFacts
-    from lamella.store.reader import Store
-    from lamella.trace.recorder import RECORDER
-    from lamella.train.optimizer import Optimizer
-
-    torch.set_num_threads(job["threads"])
-    case, store = case_of(job["case"]), Store.open(Path(job["store"]))
-    targets: Any = case.targets
-    lora = LoraConfig(rank=case.rank, targets=targets)
-    shape = shape_of(store.path)
-    sites = sites_of(shape, lora)
-    times = times_of(shape, sites, DeviceFacts.model_validate(job["facts"], strict=False), case.dtype)
-    predicted = predict(case, times, len(shape.layers), sum(s.parameters for s in sites))
-    budget = None if case.budget_share is None else round(case.budget_share * job["base_bytes"])
-    engine = Engine.open(store, dtype=case.dtype, recompute=case.recompute, threads=job["threads"], budget_bytes=budget)
-    adapter = Adapter.create(engine.skeleton, lora, 0)
-    engine.attach(adapter)
-    optimizer = Optimizer(adapter.parameters(), TrainConfig(warmup_steps=0), job["steps"])
-    generator = torch.Generator().manual_seed(0)
-    before = reference_flops_per_s()
-    seen: dict[str, list[float]] = defaultdict(list)
-    RECORDER.keep(1)
-    for step in range(job["steps"]):
-        batches = [batch_of(lengths, shape.vocab, generator) for lengths in case.lengths]
-        RECORDER.begin_step(step)
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        engine.step(batches, step_index=step, label_tokens=sum(int(b.score_tokens.numel()) for b in batches))
-        walked_s = time.perf_counter() - start_s
-        optimizer.step(step, optimizer.grad_norm())
-        optimizer.zero_grad()
-        step_s = time.perf_counter() - start_s
-        if step >= WARM_UP:
-            for cause, seconds in by_cause(RECORDER.steps[-1].spans).items():
-                seen[cause].append(seconds)
-            seen["optimizer"].append(step_s - walked_s)
-            seen["step"].append(step_s)
-            seen["cpu"].append(time.process_time() - start_cpu_s)
-    facts = engine.facts()
-    assert facts["steps_kept" if case.recompute == "never" else "steps_recomputed"] == job["steps"]
-    assert bool(facts["layers_streamed"]) == (case.budget_share is not None)
-    measured = {cause: statistics.median(values) for cause, values in seen.items()}
-    after = reference_flops_per_s()
-    return {"predicted": predicted, "measured": measured, "drift": 2 * job["reference_flops_per_s"] / (before + after)}
-
-
-def case_of(given: dict[str, Any]) -> Case:
-    """From JSON."""
-    lengths = tuple(tuple(x) for x in given["lengths"])
-    targets = given["targets"] if isinstance(given["targets"], str) else tuple(given["targets"])
-    return Case(**{**given, "lengths": lengths, "targets": targets})
-
-
-def batch_of(lengths: tuple[int, ...], vocab: int, generator: Any) -> Any:
-    """Random tokens; the later half of each sequence carries labels."""
-    import torch
-
-    from lamella.models.layout import pack_rows
-
-    ids = [torch.randint(5, vocab, (n,), generator=generator).tolist() for n in lengths]
-    return pack_rows([(x, [i >= len(x) // 2 for i in range(len(x))]) for x in ids])
-
-
-def labels_of(lengths: tuple[int, ...]) -> int:
-    """Label tokens of such a batch."""
-    return sum(n - n // 2 for n in lengths)
-
-
-def predict(case: Case, times: Any, layers: int, parameters: int) -> dict[str, float]:
-    """Seconds of a step by the spans in which the engine takes them, and its layers' passes by what they do (`of ...`).
-
-    Every layer's turn comes twice, but the last one's once: the walk turns around on it.
+    Attributes:
+        lengths: of a step's rows, in tokens (about: chat marks come on top).
+        run: settings beside store and data, a flat dotted tree.
+        devices: entries of `[[devices]]`.
     """
-    out: dict[str, float] = defaultdict(float)
-    for i in range(layers):
-        for lengths in case.lengths:
-            for name, causes in (("forward", times.forward(i, lengths)),
-                                 ("backward", times.backward(i, lengths, case.recompute == "always"))):  # fmt: skip
-                out[name] += sum(causes.values())
-                for cause, seconds in causes.items():
-                    out[f"of {cause}"] += seconds
-        out["forward"] += times.hang(i)
-        out["backward"] += times.hang(i)
-        out["dequantise"] += (1 if i == layers - 1 else 2) * times.dequantise(i)
-    for lengths in case.lengths:
-        out["head"] += times.head(labels_of(lengths))
-        out["embed"] += times.prologue(sum(lengths))
-    out["optimizer"] = times.update(parameters)
-    out["step"] = sum(out[name] for name in ("forward", "backward", "dequantise", "head", "embed", "optimizer"))
-    return dict(out)
+
+    name: str
+    model: str
+    lengths: tuple[int, ...]
+    run: dict[str, Any] = field(default_factory=dict)
+    devices: tuple[dict[str, Any], ...] = ()
 
 
-def by_cause(spans: Any) -> dict[str, float]:
-    """Seconds of a step's spans in the main lane: computing by what it is, the rest by cause."""
-    out: dict[str, float] = defaultdict(float)
-    for span in spans:
-        if span.lane == "main":
-            name = span.name.partition(" ")[0] if span.cause == "compute" else span.cause
-            out[name] += span.end_s - span.start_s
-    return dict(out)
+def _attention(**more: Any) -> dict[str, Any]:
+    return {"lora.targets": list(ATTENTION), **more}
 
 
-def base_bytes(store: Path, dtype: str) -> int:
-    """Bytes of a store's base in memory with every layer resident."""
-    from bench.memory import base_bytes as counted
-
-    return counted(store, dtype)
+def _ranks(*slowdowns: float) -> tuple[dict[str, Any], ...]:
+    return tuple({"threads": 1, "slowdown": s} for s in slowdowns)
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------
+SHORT = (60, 75, 90, 110) * 6
+CASES = (
+    Case("dense, attention, kept", "dense 640", (300,) * 4, _attention()),
+    Case("dense, all linear, short rows", "dense 640", SHORT, {"lora.rank": 8}),
+    Case("dense, one long row, recomputed", "dense 640", (6000,), _attention(**{"memory.recompute": "always"})),
+    Case("dense wide, all linear, kept", "dense 1280", (700, 500), {"lora.rank": 32}),
+    Case("dense wide, streamed", "dense 1280", (900,) * 3, _attention(**{"memory.budget": "240MB"})),
+    Case("dense wide, recomputed, micro-batches of 512", "dense 1280", (250,) * 8,
+         _attention(**{"memory.recompute": "always", "train.micro_batch_tokens": 512})),
+    Case("moe, attention, kept", "moe 384", (400,) * 4, _attention()),
+    Case("moe, experts too", "moe 384", (256,) * 8, {"lora.rank": 32}),
+    Case("moe, long rows, recomputed", "moe 384", (3000, 2000), _attention(**{"memory.recompute": "always"})),
+    Case("moe wide, attention, kept", "moe 768", (900, 600), _attention()),
+    Case("moe wide, experts too, rank 24", "moe 768", (500,) * 4, {"lora.rank": 24}),
+    Case("moe wide, streamed, experts too", "moe 768", (600,) * 3, {"memory.budget": "330MB"}),
+    Case("moe wide, short rows", "moe 768", SHORT, _attention(**{"memory.recompute": "always"})),
+    Case("2 ranks, one slow, sequences", "dense 640", (200,) * 12, _attention(), _ranks(1.0, 2.5)),
+    Case("2 ranks, one slow, stages", "moe 384", (200,) * 12, _attention(**{"split.kind": "stages"}), _ranks(1.0, 2.0)),
+    Case("3 ranks, all unlike, sequences", "moe 384", (120,) * 24, _attention(), _ranks(1.0, 1.7, 3.0)),
+)  # fmt: skip
 
 
-def ask(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job in a process of its own, started as `lamella` starts itself."""
-    env = {**os.environ, "GLIBC_TUNABLES": TUNABLES}
-    done = subprocess.run([sys.executable, "-m", "bench.plan", "--side"], input=json.dumps(job), stdout=subprocess.PIPE,
-                          text=True, cwd=ROOT, env=env, check=False)  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{job['verb']} ended with {done.returncode}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+def write_rows(path: Path, lengths: tuple[int, ...], steps: int, vocab: int) -> None:
+    """Rows of random words, of about these lengths, for so many steps."""
+    rng = random.Random(len(lengths))
+    words = vocab - FIRST_WORD - 3
+    with path.open("w", encoding="utf-8") as stream:
+        for number, length in enumerate(list(lengths) * steps):
+            each = max(length - MARKS, 8)
+            said = ["".join(f" {word(rng.randrange(words))}" for _ in range(n)) for n in (each // 2, each - each // 2)]
+            turns = [{"role": r, "content": text.strip()} for r, text in zip(("user", "assistant"), said, strict=True)]
+            stream.write(json.dumps({"id": number, "messages": turns}) + "\n")
 
 
-def side(job: dict[str, Any]) -> dict[str, Any]:
-    if job["verb"] == "rates":
-        return measure_rates(job["threads"], job["quick"])
-    if job["verb"] == "base":
-        return {"bytes": base_bytes(Path(job["store"]), job["dtype"])}
-    return time_side(job)
+def run_toml(case: Case, store: Path, folder: Path, steps: int) -> Path:
+    rows = folder / "rows.jsonl"
+    write_rows(rows, case.lengths, steps, MODELS[case.model]["vocab_size"])
+    tree: dict[str, dict[str, Any]] = {
+        "data": {"train": [str(rows)], "max_tokens": 16384},
+        "train": {"steps": steps, "rows_per_step": len(case.lengths), "warmup_steps": 0},
+        "checkpoint": {"every_steps": 0},
+    }
+    for key, value in case.run.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    lines = [f'store = "{store}"', f'runs_dir = "{folder}"', 'name = "run"']
+    for section, values in tree.items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    for device in case.devices:
+        lines += ["[[devices]]", *(f"{name} = {json.dumps(value)}" for name, value in device.items())]
+    file = folder / "run.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
 
 
-def make_store(folder: Path, name: str) -> Path:
-    """A store of random weights, made once."""
-    store = folder / name.replace(" ", "-")
-    if not store.exists():
-        config = folder / f"{store.name}.json"
-        config.write_text(json.dumps(MODELS[name]))
-        command = [sys.executable, "-m", "lamella", "store", "synth", str(config), str(store), "--json"]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    return store
+def command(*words: str) -> None:
+    """One `lamella` command; its messages on failure.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    env = {**os.environ, "LAMELLA_SILENCE_S": "120"}
+    done = subprocess.run([sys.executable, "-m", "lamella", *words], cwd=ROOT, env=env, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    if done.returncode not in (0, 3):
+        raise SystemExit(
+            f"lamella {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        )
 
 
-def rates_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Facts of the device: the file's first CPU, or measured now."""
-    if args.machine is None:
-        return ask({"verb": "rates", "threads": args.threads, "quick": args.quick})
-    given = json.loads(args.machine.read_text())
-    if "facts" in given:
-        return dict(given)
-    cpu = next((d for d in given["devices"] if d["kind"] == "cpu" and d.get("kernels")), None)
-    if cpu is None:
-        raise UserError("the machine has no CPU whose kernels were measured", fix="write it with `lamella probe`",
-                        path=args.machine)  # fmt: skip
-    return {"facts": cpu, "reference_flops_per_s": math.nan}
+def measure(case: Case, store: Path, machine: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """Plan, train, look."""
+    folder.mkdir(parents=True)
+    run, plan = run_toml(case, store, folder, steps), folder / "plan.json"
+    command("plan", str(run), "--machine", str(machine), "--save", str(plan))
+    command("train", str(plan), "--fresh")
+    made = json.loads(plan.read_text())
+    figures = made["figures"]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    counted = lines[SETTLED:]
+    step_s = statistics.median(line["step_s"] for line in counted)
+    peaks = [device["peak_bytes"] for device in lines[-1]["devices"]]
+    needs = [rank["need"] for rank in figures["ranks"]]
+    rate = statistics.median(line["flop_per_s"] / line["utilisation"] for line in counted)
+    probed = sum(device["matmul_flops_per_s"] for device in made["machine"]["devices"])
+    return {
+        "case": case.name, "model": case.model, "fits": made["fits"],
+        "step_s": {"planned": round(figures["step_s"], 4), "measured": round(step_s, 4)},
+        "step_ratio": round(figures["step_s"] / step_s, 4),
+        "memory": {"planned": needs, "measured": peaks},
+        "memory_ratio": [round(n / p, 4) for n, p in zip(needs, peaks, strict=True)],
+        "tokens": counted[0]["tokens"], "matmul_over_probed": round(rate / probed / max(len(case.devices), 1), 3),
+        "steps_range_s": [round(min(x["step_s"] for x in counted), 4), round(max(x["step_s"] for x in counted), 4)],
+    }  # fmt: skip
 
 
-def compare_times(cases: list[Case], folder: Path, args: argparse.Namespace) -> None:
-    """A line a case, and what they say together."""
-    rates = rates_of(args)
-    if args.save is not None:
-        args.save.write_text(json.dumps(rates))
-    ratios = []
-    for case in cases:
-        store = make_store(folder, case.model)
-        job = {
-            "verb": "time",
-            "case": asdict(case),
-            "store": str(store),
-            "threads": args.threads,
-            "steps": args.steps,
-            **rates,
-        }
-        if case.budget_share is not None:
-            job["base_bytes"] = ask({"verb": "base", "store": str(store), "dtype": case.dtype})["bytes"]
-        found = ask(job)
-        ratio = found["predicted"]["step"] / found["measured"]["step"]
-        ratios.append(ratio)
-        print(json.dumps({"case": case.name, "model": case.model, "threads": args.threads, "ratio": round(ratio, 4),
-                          "ratio_cpu": round(found["predicted"]["step"] / found["measured"]["cpu"], 4),
-                          "drift": round(found["drift"], 3), "predicted_s": _rounded(found["predicted"]),
-                          "measured_s": _rounded(found["measured"])}), flush=True)  # fmt: skip
-    print(json.dumps(verdict(ratios)))
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A systematic error is a mean of log ratios far from zero beside their scatter; single ones scatter with the machine."""
+    found: dict[str, Any] = {"cases": len(lines)}
+    ratios = {
+        "step": [line["step_ratio"] for line in lines],
+        "memory": [r for line in lines for r in line["memory_ratio"]],
+    }
+    for what, values in ratios.items():
+        logs = [math.log(value) for value in values]
+        within = sum(abs(value - 1) <= BARS[what] for value in values)
+        found[what] = {
+            "mean_log": round(statistics.fmean(logs), 4), "median": round(statistics.median(values), 4),
+            "scatter": round(statistics.pstdev(logs), 4), "worst": max(values, key=lambda v: abs(math.log(v))),
+            "bar": BARS[what], "within_bar": within, "of": len(values),
+            "systematic": abs(statistics.median(values) - 1) > BARS[what],
+        }  # fmt: skip
+    return found
 
 
-def verdict(ratios: list[float]) -> dict[str, Any]:
-    """Of all cases: predicted over measured."""
-    errors = [math.log(ratio) for ratio in ratios]
-    return {"figure": "step time, predicted over measured", "cases": len(ratios), "median": round(statistics.median(ratios), 4),
-            "worst": round(math.exp(max(errors, key=abs)), 4), "within_bar": sum(abs(r - 1) <= TIME_BAR for r in ratios),
-            "mean_signed_error": round(statistics.mean(errors), 4), "bar": TIME_BAR,
-            "met": abs(statistics.mean(errors)) <= TIME_BAR}  # fmt: skip
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in seconds.items()}
+TINY = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 2048,
+        "eos_token_id": 2047}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--what", choices=("time",), default="time")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument(
-        "--steps", type=int, default=7, help=f"steps a case, of which the first {WARM_UP} are not counted"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--machine", type=Path, help="machine.json, or what --save wrote; measured when not given")
-    parser.add_argument("--quick", action="store_true", help="measure rates as `lamella probe --quick` does")
-    parser.add_argument("--save", type=Path, help="write the rates here")
-    parser.add_argument("--folder", type=Path, help="keep the stores here for the next time")
-    parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--machine", type=Path, help="machine.json; default: probe first")
+    parser.add_argument("--folder", type=Path, help="keep stores and runs here")
+    parser.add_argument("--steps", type=int, default=10, help=f"steps a run, of which {SETTLED} are not counted")
+    parser.add_argument("--tiny", action="store_true", help="the same way with tiny models")
     args = parser.parse_args()
-    if args.side:
-        print(json.dumps(side(json.load(sys.stdin))))
-        return
-    if args.steps <= WARM_UP:
-        raise UserError(f"--steps is {args.steps}", fix=f"take more than {WARM_UP}: so many are not counted")
-    wanted = [case for case in HELD_OUT if args.case in case.name]
+    wanted = [case for case in CASES if args.case in case.name]
     if not wanted:
-        raise UserError(f"--case {args.case!r} names no case", fix=f"cases: {', '.join(c.name for c in HELD_OUT)}")
+        raise UserError(f"--case {args.case!r} names no case", fix=f"cases: {', '.join(c.name for c in CASES)}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        compare_times(wanted, folder, args)
+        machine = args.machine or folder / "machine.json"
+        if not machine.is_file():
+            command("probe", "--out", str(machine), *(["--quick"] if args.tiny else []))
+        lines = []
+        for number, case in enumerate(wanted):
+            config = {**MODELS[case.model], **(TINY if args.tiny else {})}
+            store = size.make_store(folder, size.Case(f"{case.model}{' tiny' if args.tiny else ''}", config, 0, ""))
+            with tempfile.TemporaryDirectory(dir=folder) as runs:
+                lines.append(measure(case, store, machine, Path(runs) / str(number), args.steps))
+            print(json.dumps(lines[-1]), flush=True)
+        print(json.dumps(summary(lines)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Configurations on which forecasts are compared with what happens, by `bench.plan`.
+"""Configurations on which forecasts are compared with what happens, by `bench.plan_times`.
 
 None of `HELD_OUT` was used to choose a constant. `FITTED` are the steps that `lamella probe` itself takes to see what a layer
 takes beyond its kernels (`lamella/probe/in_place.py`), and those that were looked at while the model of times was written.

@@ -1,85 +1,53 @@
-"""What `bench.plan` makes of forecasts and spans (no steps are taken here)."""
+"""What `bench.plan` makes of plans and runs: it tells a systematic error from noise; and one case run for real."""
 
-from collections import namedtuple
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from bench import plan
-from bench.plan_cases import FITTED, HELD_OUT, MODELS, Case
-from lamella.probe import in_place
+from bench.plan import CASES, MODELS, summary
 
-Span = namedtuple("Span", "cause name start_s end_s lane")
+ROOT = Path(__file__).parents[2]
 
 
-class Times:
-    """One second each, by size."""
-
-    def forward(self, layer, lengths):
-        return {"linear": sum(lengths), "calls": 1.0}
-
-    def backward(self, layer, lengths, recompute):
-        return {"linear": (3 if recompute else 2) * sum(lengths), "calls": 2.0}
-
-    def hang(self, layer):
-        return 0.5
-
-    def dequantise(self, layer):
-        return 10.0
-
-    def prologue(self, tokens):
-        return 0.1
-
-    def head(self, labels):
-        return float(labels)
-
-    def update(self, parameters):
-        return parameters / 10
+def lines(step, memory):
+    return [{"step_ratio": s, "memory_ratio": [m]} for s, m in zip(step, memory, strict=True)]
 
 
-def test_a_step_is_all_its_parts():
-    case = Case("one", "moe 640", ((3, 4), (6,)), recompute="always")
-    found = plan.predict(case, Times(), 2, 50)
-    assert found["forward"] == 2 * (13 + 2 * 1.0 + 0.5)
-    assert found["backward"] == 2 * (39 + 2 * 2.0 + 0.5)
-    assert found["dequantise"] == 30.0  # the last layer's turn comes once
-    assert found["head"] == (2 + 2) + 3
-    assert found["optimizer"] == 5.0
-    assert found["of linear"] == 2 * (13 + 39)
-    parts = ("forward", "backward", "dequantise", "head", "embed", "optimizer")
-    assert found["step"] == pytest.approx(sum(found[name] for name in parts))
+def test_noise_is_no_systematic_error_and_a_shift_is():
+    rng = random.Random(0)
+    noisy = [math.exp(rng.gauss(0, 0.15)) for _ in range(16)]
+    found = summary(lines(noisy, [1.0] * 16))
+    assert not found["step"]["systematic"]
+    assert found["step"]["within_bar"] < 16
+    shifted = [1.3 * x for x in noisy]
+    assert summary(lines(shifted, [1.0] * 16))["step"]["systematic"]
+    assert summary(lines(noisy, [1.08] * 16))["memory"]["systematic"]
+    assert summary(lines([1.0] * 15 + [3.0], [1.0] * 16))["step"]["worst"] == 3.0
 
 
-def test_spans_are_summed_by_what_they_are():
-    spans = [Span("compute", "forward 0", 0.0, 1.0, "main"), Span("compute", "forward 1", 1.0, 3.0, "main"),
-             Span("compute", "head", 3.0, 3.5, "main"), Span("load", "layer 1", 0.0, 9.0, "read"),
-             Span("dequantise", "layer 0", 4.0, 4.25, "main")]  # fmt: skip
-    assert plan.by_cause(spans) == {"forward": 3.0, "head": 0.5, "dequantise": 0.25}
+def test_at_least_twelve_configurations_of_every_kind():
+    assert len(CASES) >= 12
+    assert {case.model.split()[0] for case in CASES} == {"dense", "moe"}
+    assert {len(case.devices) for case in CASES} == {0, 2, 3}
+    assert any("memory.budget" in case.run for case in CASES)
+    assert any(max(case.lengths) > 4000 for case in CASES)
+    assert any(max(case.lengths) < 128 for case in CASES)
+    assert any("lora.targets" not in case.run for case in CASES)
+    assert all(case.model in MODELS for case in CASES)
 
 
-def test_the_verdict_tells_what_is_systematic():
-    scattered, all_low = plan.verdict([0.8, 1.25, 1.0]), plan.verdict([0.85, 0.86, 0.88])
-    assert scattered["met"] and scattered["within_bar"] == 1 and abs(scattered["mean_signed_error"]) < 1e-3
-    assert not all_low["met"] and all_low["mean_signed_error"] == pytest.approx(-0.147, abs=0.005)
-    assert all_low["worst"] == 0.85
-
-
-def test_held_out_configurations_are_none_of_the_fitted():
-    def key(config):
-        names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_hidden_layers")
-        return tuple(config.get(name) for name in names)
-
-    fitted = {key(config) for config in (*FITTED.values(), in_place.DENSE, in_place.EXPERTS)}
-    used = {case.model for case in HELD_OUT}
-    assert used == set(MODELS)
-    assert len(HELD_OUT) >= 12
-    assert len({case.name for case in HELD_OUT}) == len(HELD_OUT)
-    wide = {name for name in used if key(MODELS[name]) in fitted}
-    assert not wide
-
-
-def test_cases_survive_json():
-    import json
-    from dataclasses import asdict
-
-    for case in HELD_OUT:
-        assert plan.case_of(json.loads(json.dumps(asdict(case)))) == case
+@pytest.mark.slow
+def test_memory_of_real_runs_has_no_systematic_error(tmp_path):
+    """Time is the machine's affair here; peak memory is not."""
+    ratios = []
+    for name in ("dense, attention", "moe, experts too", "moe, long rows", "dense wide, streamed"):
+        command = [sys.executable, "-m", "bench.plan", "--case", name, "--folder", str(tmp_path), "--steps", "4"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        ratios += [r for line in done.stdout.splitlines()[:-1] for r in json.loads(line)["memory_ratio"]]
+    assert len(ratios) >= 4
+    assert abs(sum(map(math.log, ratios)) / len(ratios)) < 0.05
