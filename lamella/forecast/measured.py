@@ -285,7 +285,8 @@ class KernelTimes:
 
     def _linears_forward(self, out: _Sum, group: Linears, tokens: int) -> None:
         r = self.rates
-        out.add("linear", r.product("forward", tokens, group.inputs, group.width))
+        uneven = r.rates.uneven_rows if tokens % PAD_TOKENS else 1.0
+        out.add("linear", uneven * r.product("forward", tokens, group.inputs, group.width))
         if not group.rank:
             return
         out.add("lora", r.product("narrow", tokens, group.inputs, group.rank))
