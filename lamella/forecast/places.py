@@ -150,7 +150,14 @@ def slower(rates: KernelRates, factor: float, slow: float) -> KernelRates:
     for name, value in rates:
         if isinstance(value, tuple):
             changed[name] = tuple(
-                p.model_copy(update={k: v * factor for k, v in p if k.endswith("_per_s")}) for p in value
+                p.model_copy(
+                    update={
+                        k: v * (slow if k == "seconds" else factor)
+                        for k, v in p
+                        if k == "seconds" or k.endswith("_per_s")
+                    }
+                )
+                for p in value
             )
         elif name.endswith("_per_s"):
             changed[name] = value * factor

@@ -175,6 +175,17 @@ def test_fixed_costs_go_to_layers_of_their_kind():
     assert times.update(parameters) == pytest.approx(parameters / 3e8 + 0.5 * 2 * len(own))
 
 
+def test_a_slowed_device_has_slower_kernels_and_costs():
+    from lamella.forecast.places import slower
+
+    rates = kernels(fixed=(FixedCost(work="forward", seconds=1.0), FixedCost(work="backward", seconds=2.0)))
+    half = slower(rates, 0.25, 2.0)  # half of the threads, and half as fast
+    before, after = (times_of(DENSE, sites(DENSE), cpu(r)).forward(1, (512,)) for r in (rates, half))
+    assert after["calls"] == 2 * before["calls"] == 2.0
+    for cause in ("linear", "attention", "lora", "rows"):
+        assert after[cause] == pytest.approx(4 * before[cause])
+
+
 def test_packed_experts_are_not_dequantised_where_kernels_read_them():
     with_kernels, without = (times_of(MOE, sites(MOE), cpu(k)) for k in (kernels(call_s=0.0), None))
     plain = 512 * (512 + 512 + 256 + 256)
