@@ -3,10 +3,11 @@
 For each configuration the commands are run as a user runs them: `lamella plan RUN.toml --machine machine.json --save plan.json`,
 `lamella train plan.json`, in processes of their own, on stores of random weights. One JSON line per case: seconds of a step planned
 and measured (median, the first steps left out), peak memory of every rank planned and measured (`VmHWM`), their ratios, and how
-fast the machine multiplied in the run beside what was probed. The last line sums up: mean and median of log ratios (a systematic
-error), the largest deviations. None of these configurations was used to fit any constant.
+fast the machine multiplied in the run beside what was probed. Before, a few runs of other configurations calibrate the plans
+(`--bare`: none), as past runs do for users; `uncalibrated_ratio` is without. The last line sums up: mean and median of log
+ratios (a systematic error), the largest deviations. None of these configurations was used to fit any constant.
 
-    python -m bench.plan [--case NAME] [--machine machine.json] [--folder DIR] [--steps 8] [--tiny]
+    python -m bench.plan [--case NAME] [--machine machine.json] [--folder DIR] [--steps 10] [--bare] [--tiny]
 
 Without --machine the machine is probed first.
 """
@@ -18,6 +19,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from lamella.store.tokens import FIRST_WORD, word
 ROOT = Path(__file__).parent.parent
 SETTLED = 2
 """First steps that are not counted."""
-BARS = {"step": 0.10, "memory": 0.05}
+BARS = {"step": 0.10, "step, uncalibrated": 0.10, "memory": 0.05}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MARKS = 22
 """Tokens of a row's chat marks and roles, about."""
@@ -62,6 +64,9 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word
 MODELS: dict[str, dict[str, Any]] = {
     "dense 640": dense(640, 10, 1792, 10, 5),
     "dense 1280": dense(1280, 8, 3584, 20, 4, **QWEN3),
+    "dense 512": dense(512, 8, 1408, 8, 4),
+    "dense 1024": dense(1024, 6, 2816, 16, 8, **QWEN3),
+    "moe 512": moe(512, 8, 32, 4, 192, 8),
     "moe 384": moe(384, 6, 16, 2, 256, 6),
     "moe 768": moe(768, 8, 48, 6, 384, 12),
 }
@@ -92,13 +97,21 @@ def _ranks(*slowdowns: float) -> tuple[dict[str, Any], ...]:
     return tuple({"threads": 1, "slowdown": s} for s in slowdowns)
 
 
+FITTING = (
+    Case("fit: dense, attention", "dense 512", (256,) * 4, _attention()),
+    Case("fit: dense, all linear, recomputed", "dense 1024", (500, 300), {"memory.recompute": "always"}),
+    Case("fit: moe, attention", "moe 512", (512,) * 2, _attention()),
+    Case("fit: moe, experts too, recomputed", "moe 512", (300,) * 3, {"memory.recompute": "always"}),
+    Case("fit: dense, short rows", "dense 512", (80,) * 16, _attention(**{"memory.recompute": "always"})),
+)
+"""Runs that plans are calibrated by (`lamella plan --compare RUN --calibrate`) before the others are planned."""
 SHORT = (60, 75, 90, 110) * 6
 CASES = (
     Case("dense, attention, kept", "dense 640", (300,) * 4, _attention()),
     Case("dense, all linear, short rows", "dense 640", SHORT, {"lora.rank": 8}),
     Case("dense, one long row, recomputed", "dense 640", (6000,), _attention(**{"memory.recompute": "always"})),
     Case("dense wide, all linear, kept", "dense 1280", (700, 500), {"lora.rank": 32}),
-    Case("dense wide, streamed", "dense 1280", (900,) * 3, _attention(**{"memory.budget": "240MB"})),
+    Case("dense wide, streamed", "dense 1280", (900,) * 3, _attention(**{"memory.budget": "400MB"})),
     Case("dense wide, recomputed, micro-batches of 512", "dense 1280", (250,) * 8,
          _attention(**{"memory.recompute": "always", "train.micro_batch_tokens": 512})),
     Case("moe, attention, kept", "moe 384", (400,) * 4, _attention()),
@@ -147,28 +160,36 @@ def run_toml(case: Case, store: Path, folder: Path, steps: int) -> Path:
     return file
 
 
-def command(*words: str) -> None:
-    """One `lamella` command; its messages on failure.
+def command(*words: str, folder: Path = ROOT) -> None:
+    """One `lamella` command, run in a folder; its messages on failure.
 
     Raises:
         SystemExit: it failed.
     """
     env = {**os.environ, "LAMELLA_SILENCE_S": "120"}
-    done = subprocess.run([sys.executable, "-m", "lamella", *words], cwd=ROOT, env=env, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "lamella", *words], cwd=folder, env=env, capture_output=True, text=True,
                           check=False)  # fmt: skip
-    if done.returncode not in (0, 3):
+    if done.returncode:
         raise SystemExit(
             f"lamella {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
         )
 
 
-def measure(case: Case, store: Path, machine: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """Plan, train, look."""
+def measure(
+    case: Case, store: Path, machine: Path, folder: Path, steps: int, calibrate: bool = False
+) -> dict[str, Any]:
+    """Plan, train, look; and take the run into the calibration beside the machine."""
     folder.mkdir(parents=True)
     run, plan = run_toml(case, store, folder, steps), folder / "plan.json"
+    bare, alone = folder / "bare.json", folder / "machine.json"  # no calibration lies beside this one
+    alone.write_text(machine.read_text())
+    command("plan", str(run), "--machine", str(alone), "--save", str(bare))
     command("plan", str(run), "--machine", str(machine), "--save", str(plan))
     command("train", str(plan), "--fresh")
+    if calibrate:
+        command("plan", "--compare", str(folder / "run"), "--calibrate", folder=machine.parent)
     made = json.loads(plan.read_text())
+    bare_s = json.loads(bare.read_text())["figures"]["step_s"]
     figures = made["figures"]
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = lines[SETTLED:]
@@ -180,7 +201,7 @@ def measure(case: Case, store: Path, machine: Path, folder: Path, steps: int) ->
     return {
         "case": case.name, "model": case.model, "fits": made["fits"],
         "step_s": {"planned": round(figures["step_s"], 4), "measured": round(step_s, 4)},
-        "step_ratio": round(figures["step_s"] / step_s, 4),
+        "step_ratio": round(figures["step_s"] / step_s, 4), "uncalibrated_ratio": round(bare_s / step_s, 4),
         "memory": {"planned": needs, "measured": peaks},
         "memory_ratio": [round(n / p, 4) for n, p in zip(needs, peaks, strict=True)],
         "tokens": counted[0]["tokens"], "matmul_over_probed": round(rate / probed / max(len(case.devices), 1), 3),
@@ -217,6 +238,7 @@ def main() -> None:
     parser.add_argument("--machine", type=Path, help="machine.json; default: probe first")
     parser.add_argument("--folder", type=Path, help="keep stores and runs here")
     parser.add_argument("--steps", type=int, default=10, help=f"steps a run, of which {SETTLED} are not counted")
+    parser.add_argument("--bare", action="store_true", help="without calibrating runs")
     parser.add_argument("--tiny", action="store_true", help="the same way with tiny models")
     args = parser.parse_args()
     wanted = [case for case in CASES if args.case in case.name]
@@ -228,14 +250,23 @@ def main() -> None:
         machine = args.machine or folder / "machine.json"
         if not machine.is_file():
             command("probe", "--out", str(machine), *(["--quick"] if args.tiny else []))
+        machine = _copy(machine, folder / "calibrated")
         lines = []
-        for number, case in enumerate(wanted):
+        for number, case in enumerate((*(() if args.bare else FITTING), *wanted)):
             config = {**MODELS[case.model], **(TINY if args.tiny else {})}
             store = size.make_store(folder, size.Case(f"{case.model}{' tiny' if args.tiny else ''}", config, 0, ""))
             with tempfile.TemporaryDirectory(dir=folder) as runs:
-                lines.append(measure(case, store, machine, Path(runs) / str(number), args.steps))
-            print(json.dumps(lines[-1]), flush=True)
+                line = measure(case, store, machine, Path(runs) / str(number), args.steps, case in FITTING)
+            print(json.dumps(line), flush=True)
+            lines += [] if case in FITTING else [line]
         print(json.dumps(summary(lines)), flush=True)
+
+
+def _copy(machine: Path, folder: Path) -> Path:
+    """machine.json in a folder of its own, where no calibration is yet."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Path(shutil.copy(machine, folder / "machine.json"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from lamella.forecast.times import StepTimes
 
 FILE = "calibration.json"
 FORMAT_VERSION = 1
-LEAST, MOST = 0.5, 2.0
+LEAST, MOST = 0.2, 5.0
 ROBUST = 0.05
 PULL = 0.01
 TOKENS_APART = 0.25
