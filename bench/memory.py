@@ -23,7 +23,7 @@ from lamella.hardware.allocator import TUNABLES
 
 ROOT = Path(__file__).parent.parent
 BAR = 0.05
-SHARES = ("work", "kept", "head")
+SHARES = ("work", "kept", "head", "boundaries")
 
 DENSE: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 768,

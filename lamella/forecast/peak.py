@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,21 +41,27 @@ class HeapShares:
     """What the C library's heap holds beyond the tensors in use, as shares; measured over the configurations of
     `bench.memory`, one set for all.
 
+    A freed block serves its like again only when it has grown together with a neighbour (aligned blocks need a little more than
+    their size). So each tensor that stays leaves a hole of its own size behind, which serves smaller ones alone (`unserved`).
+
     Attributes:
-        work: of one layer's work up to that moment. A freed block serves its like again only when it has grown together with a
-            neighbour (aligned blocks need a little more than their size), so work is laid out more than once.
-        kept: of kept activations, between which work's holes stay.
+        work: of one layer's work up to that moment.
+        kept: of kept activations.
         head: of one chunk of the head.
+        boundaries: of boundary inputs.
     """
 
     work: float
     kept: float
     head: float
+    boundaries: float = 0.0
 
 
-TUNED_HEAP = HeapShares(1.3, 0.19, 0.35)
+TUNED_HEAP = HeapShares(0.3, 0.275, 0.0, 0.945)
 DEFAULT_HEAP = HeapShares(1.6, 0.25, 0.3)
 """By whether `hardware.allocator` tuned the heap."""
+HOLE_LAYERS = 16
+"""Layers that holes are played through; their share changes little after."""
 PROGRAM = ("imports", "libraries", "compiled products", "CUDA context")
 """Parts that `memory.budget` does not count."""
 GROUPS = {
@@ -295,12 +302,28 @@ def _moments(work: Work, adapter: Trained, kept: bool, in_memory: int, process: 
     return moments
 
 
+def unserved(tokens: Sequence[int], layers: int) -> float:
+    """Share of the holes that stay: going through `layers`, a micro-batch of so many tokens takes the smallest hole that is
+    larger than it needs, or new memory, and leaves one of its own size. 1: micro-batches are alike."""
+    holes: list[int] = []
+    layers = max(1, min(layers, HOLE_LAYERS))
+    for _ in range(layers):
+        for n in tokens:
+            at = bisect.bisect_right(holes, n)
+            if at < len(holes):
+                bisect.insort(holes, holes.pop(at) - n)
+            bisect.insort(holes, n)
+    return sum(holes) / (layers * sum(tokens))
+
+
 def _heap(work: Work, kept: bool) -> dict[str, dict[str, float]]:
-    of_kept = work.graph_bytes if kept else 0.0
+    share = unserved(work.tokens, work.trained)
+    of_kept = share * work.graph_bytes if kept else 0.0
+    bounds = 0.0 if kept else share * work.boundary_bytes * work.held_tokens * (work.trained + 1)
     up, back = _going_up(work, kept), _coming_back(work, kept)
     return {
-        "forward, last layer": {"work": up, "kept": of_kept},
-        "head": {"work": up, "kept": of_kept, "head": work.head[1]},
-        "backward, last layer": {"work": back, "kept": of_kept},
+        "forward, last layer": {"work": up, "kept": of_kept, "boundaries": bounds},
+        "head": {"work": up, "kept": of_kept, "head": work.head[1], "boundaries": bounds},
+        "backward, last layer": {"work": back, "kept": of_kept, "boundaries": bounds},
         "backward, first layer": {"work": back},
     }

@@ -12,7 +12,7 @@ from lamella.engine.memory import predict
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.forecast.describe import shape_of
-from lamella.forecast.peak import GROUPS, MemoryPlan
+from lamella.forecast.peak import GROUPS, MemoryPlan, unserved
 from lamella.forecast.process import (
     IMPORT_BYTES,
     Rank,
@@ -232,3 +232,11 @@ def test_a_step_without_tokens_is_refused(made):
     shape, sites = shape_and_sites(made(MODELS["dense"]())[0])
     with pytest.raises(UserError, match="without tokens"):
         peak_of(shape, sites, [], [], kept=False, dtype="bf16", device=cpu(), host=HOST)
+
+
+def test_holes_serve_smaller_micro_batches_alone():
+    assert unserved([512], 8) == 1
+    assert unserved([960, 960], 8) == 1, "alike: no hole serves another"
+    uneven = unserved([1216, 992], 8)
+    assert uneven == pytest.approx((992 + 224) / (1216 + 992), abs=0.05)
+    assert unserved([100, 200, 300], 20) < 1
