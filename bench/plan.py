@@ -102,6 +102,8 @@ FITTING = (
     Case("fit: dense, all linear, recomputed", "dense 1024", (500, 300), {"memory.recompute": "always"}),
     Case("fit: moe, attention", "moe 512", (512,) * 2, _attention()),
     Case("fit: moe, experts too, recomputed", "moe 512", (300,) * 3, {"memory.recompute": "always"}),
+    Case("fit: dense, all linear, kept", "dense 1024", (500, 300)),
+    Case("fit: moe, experts too, kept", "moe 512", (300,) * 3),
     Case("fit: dense, short rows", "dense 512", (80,) * 16, _attention(**{"memory.recompute": "always"})),
 )
 """Runs that plans are calibrated by (`lamella plan --compare RUN --calibrate`) before the others are planned."""

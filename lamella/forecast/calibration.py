@@ -53,9 +53,15 @@ class Identity(Section):
     kernels: bool = False
     """Plans take its times from measured kernels; else from rates of the whole device, which are off by other factors."""
 
+    kept: bool = False
+    """Activations are kept: passes then write fresh memory, where recomputing ones find theirs in the caches."""
+
     def text(self) -> str:
         threads = "" if self.threads is None else f", {self.threads} threads"
-        return f"{self.device}{threads}, {self.dtype}, {'measured kernels' if self.kernels else 'rates alone'}"
+        how = "measured kernels" if self.kernels else "rates alone"
+        return (
+            f"{self.device}{threads}, {self.dtype}, {how}, {'activations kept' if self.kept else 'layers recomputed'}"
+        )
 
 
 class Pass(Section):
@@ -105,8 +111,14 @@ class Calibration:
     notices: tuple[str, ...] = ()
 
     def factors(self, identity: Identity) -> dict[str, float]:
-        """By cause; none for a device that no run was on."""
-        return next((dict(e.factors) for e in self.entries if e.identity == identity), {})
+        """By cause; none for a device that no run was on. Where runs there did all but keep (or recompute) as well, theirs."""
+        entry = self._entry(identity)
+        return {} if entry is None else dict(entry.factors)
+
+    def _entry(self, identity: Identity) -> Entry | None:
+        other = identity.model_copy(update={"kept": not identity.kept})
+        found = {entry.identity: entry for entry in self.entries}
+        return found.get(identity) or found.get(other)
 
     def apply(self, times: StepTimes, identity: Identity) -> StepTimes:
         """The times as runs on such a device have shown them; the same where none has."""
@@ -115,7 +127,7 @@ class Calibration:
 
     def lines(self, identity: Identity) -> list[str]:
         """What is taken from it, for people."""
-        entry = next((e for e in self.entries if e.identity == identity), None)
+        entry = self._entry(identity)
         if entry is None:
             others = "; ".join(e.identity.text() for e in self.entries)
             return [f"{FILE}: no run was on {identity.text()}, only on {others}"] if others else []

@@ -155,8 +155,8 @@ def _notes(q: Question, forecaster: Forecaster, best: Variant) -> list[str]:
     if any(choice.plan.estimate for choice in best.held):
         notes.append("memory of this family's layers is bounded from above, not known exactly")
     if q.calibration is not None:
-        for place, dtype in zip(forecaster.places, forecaster.dtypes, strict=True):
-            notes += q.calibration.lines(identity_of(place, dtype))
+        for place, dtype, rank in zip(forecaster.places, forecaster.dtypes, best.ranks, strict=True):
+            notes += q.calibration.lines(identity_of(place, dtype, rank.keeps))
         notes += q.calibration.notices
     notes.append(f"assumed: {IMPORTS_S:g} s from the command to the first layer, besides reading what stays in memory")
     return list(dict.fromkeys(notes))

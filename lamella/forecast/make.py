@@ -105,7 +105,8 @@ def figures_of(question: Question, found: Forecast) -> dict[str, Any]:
     }  # fmt: skip
     past = question.calibration or Calibration()
     figures["calibrated"] = [
-        {"identity": one.model_dump(mode="json"), "factors": past.factors(one)} for one in identities_of(question)
+        {"identity": one.model_dump(mode="json"), "factors": past.factors(one)}
+        for one in identities_of(question, [rank.keeps for rank in found.ranks])
     ]
     figures["trained"] = plain(trainable_set(found.sites))
     figures["alternatives"] = plain(alternatives(shape, question.lora))

@@ -135,27 +135,35 @@ class Forecaster:
         self.rows = q.rows.sample_step(q.train)
         self.largest = q.rows.largest_step(q.train)
         self.tokens = sum(row.tokens for row in self.rows)
-        self.times = self._times()
+        self._own = self._own_times()
+        self._shown: dict[tuple[int, bool], StepTimes] = {}
         self.costs: dict[bool, tuple[ModelCost, CostTable]] = {}
         self._plans: dict[tuple[Split, int | None], StepPlan] = {}
         self._held: list[tuple[Any, Held]] = []
         self._devices: dict[tuple[int, bool], Device] = {}
 
-    def _times(self) -> list[StepTimes]:
-        q = self.q
-        found: list[tuple[Any, StepTimes]] = []
+    def _own_times(self) -> list[StepTimes]:
+        """Of each rank, as its rates say; one for all that are alike."""
+        found: list[tuple[DeviceFacts, StepTimes]] = []
         times = []
-        kinds = {i: n for n, layers in enumerate(self._alike) for i in layers}
         for place, dtype in zip(self.places, self.dtypes, strict=True):
             mine = next((t for facts, t in found if facts == place.facts), None)
             if mine is None:
-                mine = times_of(q.shape, self.sites, in_dtype(place.facts, dtype), dtype)
-                if q.calibration is not None:
-                    mine = q.calibration.apply(mine, identity_of(place, dtype))
-                mine = Remembered(mine, kinds)
+                mine = times_of(self.q.shape, self.sites, in_dtype(place.facts, dtype), dtype)
                 found.append((place.facts, mine))
             times.append(mine)
         return times
+
+    def times(self, k: int, kept: bool) -> StepTimes:
+        """Of a rank that keeps activations or recomputes, as past runs have shown them."""
+        own = self._own[k]
+        key = id(own), kept
+        if key not in self._shown:
+            kinds = {i: n for n, layers in enumerate(self._alike) for i in layers}
+            past = self.q.calibration
+            seen = own if past is None else past.apply(own, identity_of(self.places[k], self.dtypes[k], kept))
+            self._shown[key] = Remembered(seen, kinds)
+        return self._shown[key]
 
     def cost(self, recompute: bool) -> tuple[ModelCost, CostTable]:
         if recompute not in self.costs:
@@ -226,7 +234,7 @@ class Forecaster:
         return self._devices[k, recompute]
 
     def _seen(self, k: int, recompute: bool) -> Device:
-        place, times = self.places[k], self.times[k]
+        place, times = self.places[k], self.times(k, not recompute)
         _, table = self.cost(recompute)
         lengths = _micro_batch([row.tokens for row in self.rows], self.q.train.micro_batch_tokens)
         seconds = sum(
@@ -362,7 +370,7 @@ class Forecaster:
         divided = stage.way == "experts" and len(stage.ranks) > 1
         share = stage.shares[stage.ranks.index(k)] if divided else 1.0
         return RankPlan(
-            times=self.times[k], resident=frozenset(chosen.residency.resident), pinned=frozenset(chosen.residency.pinned),
+            times=self.times(k, chosen.kept), resident=frozenset(chosen.residency.resident), pinned=frozenset(chosen.residency.pinned),
             accelerator=gpu, recompute=not chosen.kept, read=self.roads.read[k], copy=self.roads.copy[k], back=self.roads.back[k],
             boundary_bytes=None if chosen.boundary_room is None else int(chosen.boundary_room),
             part=part_of_share(share) if divided else {},
@@ -413,17 +421,19 @@ def program_bytes(chosen: process.Choice) -> int:
     return sum(chosen.plan.parts.get(name, 0) for name in PROGRAM)
 
 
-def identity_of(place: RankPlace, dtype: Dtype) -> Identity:
+def identity_of(place: RankPlace, dtype: Dtype, kept: bool) -> Identity:
     """As runs on such a device are known in a calibration."""
-    return Identity(
-        device=place.facts.name, threads=place.threads, dtype=dtype, kernels=place.facts.kernels is not None
-    )
+    measured = place.facts.kernels is not None
+    return Identity(device=place.facts.name, threads=place.threads, dtype=dtype, kernels=measured, kept=kept)
 
 
-def identities_of(question: Question) -> list[Identity]:
-    """Of every rank."""
+def identities_of(question: Question, keeps: Sequence[bool]) -> list[Identity]:
+    """Of every rank; `keeps`: which of them keep activations."""
     places = places_of(question.machine, question.compute, question.memory, question.devices)
-    return [identity_of(place, _dtype(question.compute, place.facts)) for place in places]
+    return [
+        identity_of(place, _dtype(question.compute, place.facts), kept)
+        for place, kept in zip(places, keeps, strict=True)
+    ]
 
 
 def in_dtype(facts: DeviceFacts, dtype: str) -> DeviceFacts:
