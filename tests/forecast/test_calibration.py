@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import replace, dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
