@@ -23,6 +23,8 @@ from lamella.units import format_bytes
 
 KERNEL_BYTES = 850_000
 """What oneDNN keeps per shape of a bf16 product (0.6 to 1.1 MB, measured)."""
+MOST_KERNELS = 1024
+"""That oneDNN keeps (its primitive cache's default capacity)."""
 RUNTIME_BYTES = 50 << 20
 """Code of the model's family, of kernels and libraries, and their first allocations: 30 MB where every block is mapped
 by itself, 20 MB more in the heap (measured)."""
@@ -192,6 +194,7 @@ class Process:
         expert_bytes: kept by the expert kernels from call to call.
         between_ranks: boundaries on their way to and from other ranks.
         boundary_room: of boundary inputs that stay on a device; the others are in pinned host memory. None: all stay.
+        sizes: different sizes of micro-batches in the whole run, where they are known: products are compiled for each.
     """
 
     imports_bytes: float
@@ -205,6 +208,7 @@ class Process:
     expert_bytes: float = 0.0
     between_ranks: float = 0.0
     boundary_room: float | None = None
+    sizes: int = 0
 
 
 def compose(
@@ -224,7 +228,8 @@ def compose(
     in_memory = adapter.per_layer if process.state_on_disk else adapter.parameters
     copies = float(size * (adapter.parameters if kept else adapter.per_layer))
     moments = _moments(work, adapter, kept, in_memory, process)
-    kernels = sum(use.shapes for use in work.uses) * len(set(work.tokens)) + 2
+    sizes = max(len(set(work.tokens)), process.sizes)
+    kernels = min(sum(use.shapes for use in work.uses) * sizes + 2, MOST_KERNELS)
     fixed: dict[str, float] = {
         "imports": process.imports_bytes,
         **base,

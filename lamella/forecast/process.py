@@ -40,6 +40,7 @@ class Rank:
         share: of every layer, in a group that divides layers among its ranks; 1: whole.
         sharers: ranks of its host that read one copy of the layers that stay; ranks_here: of the run, on its host.
         in_flight: micro-batches between forward and back at most; None: all.
+        sizes: different sizes of its micro-batches in the whole run; 0: those of the step.
     """
 
     layers: range | None = None
@@ -47,6 +48,7 @@ class Rank:
     sharers: int = 1
     ranks_here: int = 1
     in_flight: int | None = None
+    sizes: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ def peak_of(
         import_bytes(host), element, threads, compiles=cpu and element == 2, cpu=cpu, tuned_heap=tuned_heap, updates=updates,
         state_on_disk=state_on_disk, between_ranks=sides * work.boundary_bytes * work.held_tokens, boundary_room=boundary_room,
         expert_bytes=expert_bytes(held, own_sites, layers, max(work.tokens), Ways.of(device.kind, element, fused, dropout, threads)),
+        sizes=rank.sizes,
     )  # fmt: skip
     return compose(base.parts(residency, sum(work.tokens)), work, trained, process, kept=kept, sharers=rank.sharers,
                    estimate=estimate)  # fmt: skip

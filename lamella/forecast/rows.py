@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 4.0
 """Of English text, in round figures."""
 SAMPLE_ROWS = 400
+SIZED_STEPS = 300
+"""Of a run, whose micro-batches are looked at one by one."""
 SAMPLE_BYTES = 600_000
 SCAN_BYTES = 256 << 20
 """Of all files; rows beyond are counted by the bytes of those before."""
@@ -104,6 +106,15 @@ class Rows:
         """The rows of the first epoch's step with the most tokens: what memory has to hold."""
         epoch = self._epoch(train)
         return self._costs(epoch.steps[int(np.argmax(epoch.tokens))])
+
+    def micro_batch_sizes(self, train: TrainConfig, multiple: int) -> int:
+        """Different sizes of micro-batches, filled up to a `multiple`, in the first epoch's steps (`SIZED_STEPS` at most)."""
+        sizes: set[int] = set()
+        for step in self._epoch(train).steps[: min(self.steps(train), SIZED_STEPS)]:
+            lengths = [self.lengths[i] for i in step]
+            for batch in pack_lengths(lengths, train.micro_batch_tokens):
+                sizes.add(-(-sum(lengths[i] for i in batch) // multiple))
+        return len(sizes)
 
     def _costs(self, rows: Sequence[int]) -> list[RowCost]:
         return [RowCost(self.lengths[i], self.labels[i]) for i in rows]

@@ -22,6 +22,7 @@ from lamella.forecast.question import Question
 from lamella.forecast.roads import roads_of, stream_rate
 from lamella.forecast.times import StepTimes, times_of
 from lamella.forecast.trainable import sites_of
+from lamella.forecast.use import PAD_TOKENS
 from lamella.hardware.machine import DeviceFacts
 from lamella.plan.costs import CostTable, ModelCost, RowCost
 from lamella.plan.devices import Device
@@ -33,6 +34,8 @@ from lamella.plan.work import StepPlan, plan_step
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPE_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 FILL_TRIES = 4
+COMMAND_BYTES = 20 << 20
+"""Of `lamella train` beyond what it imports: tokenizer, rows, records (median over the fitting runs of `bench.plan`)."""
 NEAR = 1.5
 """Times as long by the quick estimate: splits of other kinds up to that are played through too."""
 FP32_SHARE = 1 / 8
@@ -259,6 +262,12 @@ class Forecaster:
         )  # fmt: skip
 
     @cached_property
+    def _sizes(self) -> int:
+        """Different sizes of micro-batches on a CPU, where those of dense models are filled up."""
+        experts = any(m.fused_experts for layer in self.q.shape.layers for m in layer.matrices)
+        return self.q.rows.micro_batch_sizes(self.q.train, 1 if experts else PAD_TOKENS)
+
+    @cached_property
     def _alike(self) -> list[list[int]]:
         """Layers by kind: shape, LoRA, and whether gradients pass (they end at the first trained layer)."""
         sites: dict[int, list[tuple[str, int]]] = {}
@@ -334,6 +343,7 @@ class Forecaster:
             sharers=sum(self.places[r].host == place.host for r in stage.ranks),
             ranks_here=sum(other.host == place.host for other in self.places),
             in_flight=max(1, most) if len(split.stages) > 1 else None,
+            sizes=self._sizes if place.facts.kind == "cpu" and self.dtypes[k] == "bf16" else 0,
         )
         facts = in_dtype(place.facts, self.dtypes[k]).model_copy(update={"threads": place.threads})
         key = (facts, place.host, place.memory_bytes, rank, lengths, positions, recompute)
@@ -347,11 +357,13 @@ class Forecaster:
         self, place: RankPlace, facts: DeviceFacts, dtype: str, rank: process.Rank, lengths: list[list[int]],
         positions: list[int], recompute: str,
     ) -> Held:  # fmt: skip
-        q = self.q
+        q, host = self.q, self.q.machine.hosts[place.host]
+        if place.facts.kind == "cpu":
+            host = host.model_copy(update={"import_bytes": process.import_bytes(host) + COMMAND_BYTES})
 
         def choose(budget: int | None) -> process.Choice:
             return process.choose_residency(
-                q.shape, self.sites, lengths, positions, dtype=dtype, device=facts, host=q.machine.hosts[place.host],
+                q.shape, self.sites, lengths, positions, dtype=dtype, device=facts, host=host,
                 budget=budget, recompute=recompute, state=q.memory.state, rank=rank, dropout=q.lora.dropout > 0,
             )  # fmt: skip
 

@@ -10,7 +10,7 @@ from lamella.data.dataset import encode_dataset
 from lamella.data.encode import load_tokenizer
 from lamella.errors import UserError
 from lamella.forecast import rows as rows_room
-from lamella.forecast.rows import check_context, given_rows, micro_batches_of, rows_of
+from lamella.forecast.rows import Rows, check_context, given_rows, micro_batches_of, rows_of
 from tests.fixtures import WORDS, chat12, make_tokenizer, write_jsonl
 
 
@@ -138,3 +138,13 @@ def test_given_rows():
     with pytest.raises(UserError, match=r"3600 of 3600 rows .* context of tiny, 2048 tokens"):
         check_context(rows, 2048, "tiny")
     check_context(rows, None, "tiny")
+
+
+def test_different_sizes_of_micro_batches_are_counted_over_the_run():
+    rows = Rows((40, 70, 100, 130) * 6, (10,) * 24, "x", "given")
+    train = TrainConfig(rows_per_step=3, micro_batch_tokens=4096, steps=8)
+    counted = rows.micro_batch_sizes(train, 32)
+    assert 2 <= counted <= 8
+    assert rows.micro_batch_sizes(train, 1) >= counted
+    assert rows.micro_batch_sizes(train.model_copy(update={"steps": 1}), 32) == 1
+    assert Rows((64,) * 24, (10,) * 24, "x", "given").micro_batch_sizes(train, 32) == 1
