@@ -78,7 +78,9 @@ def test_b68_a_host_of_2_gb_is_refused_with_the_parts(large):
     assert over(ram, small.limit_bytes) > 100e9, "everything resident"
     tight = rank_on(cpu(), small, large, budget=2_000_000_000, recompute="always")
     assert not tight.choice.fits
-    assert 2_000_000_000 < tight.choice.least < 40e9, "boundaries of 32,768 tokens in 94 layers are most of it"
+    assert 2_000_000_000 < tight.choice.least < 70e9, (
+        "boundaries of 32,768 tokens in 94 layers, and holes like them, are most"
+    )
     assert {"base", "boundaries"} <= set(tight.choice.plan.groups)
 
 
