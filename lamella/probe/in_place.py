@@ -82,7 +82,7 @@ def measure_in_place(
                 store = _make_store(Path(scratch) / str(experts), config)
                 for trial in QUICK if quick else FULL:
                     if trial.experts == experts:
-                        for (work, layer), seconds in _try(trial, store, rates, dtype, 3 if quick else 5).items():
+                        for (work, layer), seconds in _try(trial, store, rates, dtype, 2 if quick else 5).items():
                             found[work, experts and layer, trial.everywhere and layer].append(seconds)
     finally:
         RECORDER.keep(kept_steps)

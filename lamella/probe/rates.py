@@ -71,7 +71,7 @@ def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str
         on_progress: told what is measured now.
     """
     before = torch.get_num_threads()
-    effort = Effort(2, 0.001) if quick else Effort(4, 0.003)
+    effort = Effort(1, 0.001) if quick else Effort(4, 0.003)
     try:
         torch.set_num_threads(threads or before)
         dtype = native_dtype(torch.device("cpu"))
