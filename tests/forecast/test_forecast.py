@@ -101,6 +101,17 @@ def test_a_cpu_without_room_streams_and_says_with_which_budget(shape):
     assert any("RAM" in change.what and change.times > 1.1 for change in tight.helps)
 
 
+def test_the_adapters_state_is_counted_to_the_byte(shape):
+    """4 bytes a value and 8 of moments; one copy in bf16: of all layers where graphs are kept, else of one."""
+    for recompute in ("always", "never"):
+        asked = MemoryConfig(recompute=recompute)
+        found = forecast(Question(shape("Qwen3-0.6B"), cpu(200 * 10**9), ROWS, train=STEP, memory=asked))
+        trained = sum(site.parameters for site in found.sites)
+        copied = trained if recompute == "never" else trained // 28
+        assert found.ranks[0].parts["optimizer"] == 8 * trained
+        assert found.ranks[0].parts["adapter"] == 4 * trained + 2 * copied
+
+
 def test_what_does_not_fit_names_need_and_have_and_the_change_does_it(shape):
     question = Question(shape("Qwen3-8B"), cpu(7 * 10**9), ROWS, train=STEP)
     found = forecast(question)
