@@ -20,8 +20,14 @@ def test_configurations_differ_and_fit_their_models():
 
 
 def test_shares_are_those_that_made_the_leftovers():
-    wanted = dict(zip(SHARES, (0.5, 0.2, 0.3), strict=True))
-    sizes = [[100.0, 20.0, 0.0], [10.0, 300.0, 50.0], [0.0, 0.0, 80.0], [40.0, 5.0, 9.0]]
+    wanted = dict(zip(SHARES, (0.5, 0.2, 0.3, 0.1), strict=True))
+    sizes = [
+        [100.0, 20.0, 0.0, 7.0],
+        [10.0, 300.0, 50.0, 0.0],
+        [0.0, 0.0, 80.0, 90.0],
+        [40.0, 5.0, 9.0, 300.0],
+        [1.0, 2.0, 3.0, 40.0],
+    ]
     seen = [(x, sum(s * v for s, v in zip(wanted.values(), x, strict=True)), 1000.0) for x in sizes]
     assert best_shares(seen) == pytest.approx(wanted)
 
