@@ -171,11 +171,12 @@ def best_shares(seen: list[tuple[list[float], float, float]]) -> dict[str, float
     return dict(zip(SHARES, [round(float(x), 3) for x in solution], strict=True))
 
 
-def make_store(folder: Path, name: str) -> Path:
+def make_store(folder: Path, name: str, models: dict[str, dict[str, Any]] = MODELS) -> Path:
+    """A store of random weights of one of these models, made once."""
     store = folder / name.replace(" ", "-")
     if not store.exists():
         config = folder / f"{store.name}.json"
-        config.write_text(json.dumps(MODELS[name]))
+        config.write_text(json.dumps(models[name]))
         command = [sys.executable, "-m", "lamella", "store", "synth", str(config), str(store), "--json"]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return store

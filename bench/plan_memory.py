@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.memory import DENSE, MOE
+from bench.memory import DENSE, MOE, make_store
 from lamella.errors import UserError
 from lamella.hardware.allocator import TUNABLES
 
@@ -200,16 +200,6 @@ def ask(job: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def make_store(folder: Path, name: str) -> Path:
-    store = folder / name.replace(" ", "-")
-    if not store.exists():
-        config = folder / f"{store.name}.json"
-        config.write_text(json.dumps(MODELS[name]))
-        command = [sys.executable, "-m", "lamella", "store", "synth", str(config), str(store), "--json"]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    return store
-
-
 def verdict(ratios: list[float]) -> dict[str, Any]:
     """Of all cases: predicted over measured."""
     worst = max(ratios, key=lambda r: abs(r - 1))
@@ -240,7 +230,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = ask({"verb": "imports"})["bytes"]
         for case in wanted:
-            store = make_store(folder, case.model)
+            store = make_store(folder, case.model, MODELS)
             job = {
                 "case": asdict(case),
                 "store": str(store),

@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.memory import make_store
 from bench.plan_cases import HELD_OUT, MODELS, Case
 from lamella.errors import UserError
 from lamella.hardware.allocator import TUNABLES
@@ -212,17 +213,6 @@ def side(job: dict[str, Any]) -> dict[str, Any]:
     return time_side(job)
 
 
-def make_store(folder: Path, name: str) -> Path:
-    """A store of random weights, made once."""
-    store = folder / name.replace(" ", "-")
-    if not store.exists():
-        config = folder / f"{store.name}.json"
-        config.write_text(json.dumps(MODELS[name]))
-        command = [sys.executable, "-m", "lamella", "store", "synth", str(config), str(store), "--json"]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    return store
-
-
 def rates_of(args: argparse.Namespace) -> dict[str, Any]:
     """Facts of the device: the file's first CPU, or measured now."""
     if args.machine is None:
@@ -244,7 +234,7 @@ def compare_times(cases: list[Case], folder: Path, args: argparse.Namespace) -> 
         args.save.write_text(json.dumps(rates))
     ratios = []
     for case in cases:
-        store = make_store(folder, case.model)
+        store = make_store(folder, case.model, MODELS)
         job = {
             "verb": "time",
             "case": asdict(case),
