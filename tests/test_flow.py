@@ -7,8 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lamella"
 ORDER = ["errors", "units", "config", "console", "files", "trace", "hardware", "ranks", "kernels", "checkpoint", "store",
-         "models", "adapter", "data", "plan", "forecast", "engine", "probe", "train",
-         "launch", "eval", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
+         "models", "adapter", "data", "plan", "forecast", "engine", "quality", "probe", "train",
+         "launch", "eval", "export", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
 
 
 def imports_of(file: Path) -> set[str]:

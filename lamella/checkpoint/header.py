@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from lamella.checkpoint.packing import Packing
 from lamella.errors import UserError
 
 DTYPE_BYTES = {
@@ -27,7 +28,11 @@ _AGAIN = "download the checkpoint again (an interrupted download resumes with `h
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: where its bytes lie. `dtype` is safetensors' spelling ("BF16")."""
+    """One tensor of a checkpoint: where its bytes lie. `dtype` is safetensors' spelling ("BF16").
+
+    With `packing` it is a tensor of a quantised checkpoint: `shape` and `dtype` are those of its values, `nbytes` what it and
+    its scales take in the files, and its bytes are reached through `Checkpoint.values` alone.
+    """
 
     name: str
     file: Path
@@ -35,6 +40,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    packing: Packing | None = None
 
     @property
     def numel(self) -> int:
