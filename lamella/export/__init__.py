@@ -1,0 +1,1 @@
+"""Adapters and merged models in the forms that other engines read."""
