@@ -31,8 +31,8 @@ class PairFile:
     Attributes:
         sites: key -> SiteSpec, in model order.
         facts: what `lamella_adapter.json` says; empty for adapters of other tools.
-        names: every tensor of the file.
-        used: those that were read.
+        tensors: how many the file has.
+        used: keys of the sites whose pairs were read.
 
     Raises:
         UserError: what `load_adapter` refuses.
@@ -44,7 +44,7 @@ class PairFile:
         self.facts = read_facts(folder)
         self._file = TensorsFile(folder / WEIGHTS)
         self._names = _tensor_names(self.sites)
-        self.names = set(self._file)
+        self.tensors = len(self._file)
         self.used: set[str] = set()
         self._held: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
 
@@ -64,7 +64,7 @@ class PairFile:
             if not bool(torch.isfinite(value).all()):
                 raise UserError(f"{name} holds NaN or infinite values", path=self.folder / WEIGHTS,
                                 fix="train again from an earlier checkpoint")  # fmt: skip
-        self.used.update(names)
+        self.used.add(key)
         if site.experts is not None:
             a, b = unflatten_experts(a, b, site.experts)
         self._held[key] = a, b

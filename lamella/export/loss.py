@@ -22,8 +22,9 @@ from lamella.errors import UserError
 MAX_ERROR = 0.10
 """Default limit for 16 and 32 bit: bf16 of a delta of mean 1e-4 on weights of 0.02 loses 26 %, fp16 3 %; of mean 1e-3 bf16
 2.6 %. Below a tenth, what is lost is small beside what one more epoch changes."""
-MIN_KEPT = 0.5
-"""Default limit for 8 and 4 bit, whose noise on the weights is what was asked for."""
+MIN_KEPT = 0.9
+"""Default limit for 8 and 4 bit, whose noise on the weights is what was asked for. In the same setting NF4 keeps 1.5 % of a delta
+of 1e-5 and 1e-4, 53 % of 1e-3 and 99 % of 5e-3; FP8 all of each, under noise of 41, 4.1, 0.42 and 0.09 times the delta."""
 NEXT_WIDER = {"nf4": "fp8, or bf16", "fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "fp32": "fp32"}
 
 

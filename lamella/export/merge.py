@@ -42,8 +42,27 @@ from lamella.units import format_bytes, format_seconds
 
 FORMS = ("auto", "bf16", "fp16", "fp32", "fp8", "nf4")
 EXPORT_FILE = "export.json"
-WriterOf = Callable[[Path, Sequence[Target], str], ModelWriter]
-"""(folder, targets, full name of the output layer) -> a writer."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a writer is made for.
+
+    Attributes:
+        folder: to write into; it gets OUT's name when all is done.
+        targets: every tensor of the model, in the order in which they come.
+        head: full name of the model's output layer.
+        config: config.json of the plain model; files: name -> what goes with the weights.
+    """
+
+    folder: Path
+    targets: Sequence[Target]
+    head: str
+    config: Mapping[str, Any]
+    files: Mapping[str, Path]
+
+
+WriterOf = Callable[[Order], ModelWriter]
 _MARK = ".lamella-merge"
 _SPARE_BYTES = 64 << 20
 _SURVEYED = 12
@@ -195,16 +214,16 @@ def merge(
             form = _settled_form(job, form, max_loss)
         check_writable(out)
         with _partial_folder(out) as partial:
-            made = writer(partial, job.targets, job.head) if writer else _writer(
-                job, partial, form, dtype, experts_4bit, shard_bytes, finished)  # fmt: skip
+            order = Order(partial, job.targets, job.head, job.config, _small_files(opened, adapter))
+            made = writer(order) if writer else _writer(order, form, dtype, experts_4bit, shard_bytes, finished)
             _check_room(partial, made.nbytes if finished is None else min(made.nbytes, 2 * shard_bytes))
             losses, unchanged = _stream(job, made, form, max_loss)
             refuse(losses, form, max_loss)
             _all_used(job.pairs)
-            made.finish(job.config, _small_files(opened, adapter))
+            made.finish(order.config, order.files)
             difference = _base_difference(job) if onto != "store" else None
             merged = Merged(
-                out, form, made.nbytes, len(job.targets), len(job.deltas), len(job.pairs.used), tuple(losses), unchanged,
+                out, form, made.nbytes, len(job.targets), len(job.deltas), job.pairs.tensors, tuple(losses), unchanged,
                 difference, time.monotonic() - begin_s, _notices(made, losses, form, unchanged, difference),
             )  # fmt: skip
             write_json(partial / EXPORT_FILE, _export_facts(job, merged, onto), indent=2)
@@ -240,7 +259,7 @@ def _plain_config(store: Store) -> dict[str, Any]:
 
 def _targets(job: _Job) -> list[Target]:
     place = {piece.source: (plan, bool(piece.at)) for plan in job.plans.values() for piece in plan.pieces}
-    narrow = job.config.get("dtype", job.config.get("torch_dtype")) in ("bfloat16", "float16")
+    narrow = _said_dtype(job.config) in ("bfloat16", "float16")
     found = []
     for name, record in job.records.items():
         plan, part = place.get(name, (None, False))
@@ -265,26 +284,30 @@ def _module_of(plan: ParamPlan, part: bool, skeleton: Skeleton) -> tuple[str | N
 
 
 def _writer(
-    job: _Job,
-    partial: Path,
+    order: Order,
     form: str,
     dtype: str | None,
     experts_4bit: bool,
     shard_bytes: int,
     finished: Callable[[Path], None] | None,
 ) -> PlainWriter:
+    partial, targets = order.folder, order.targets
     if form in DTYPES:
         if dtype is not None and dtype != form:
             raise UserError(f"dtype {dtype!r} with form {form!r}", fix="leave dtype out; the form says it")
-        return PlainWriter(partial, job.targets, form, head=job.head, shard_bytes=shard_bytes, finished=finished)
+        return PlainWriter(partial, targets, form, head=order.head, shard_bytes=shard_bytes, finished=finished)
     if dtype is None:
-        dtype = "fp16" if job.config.get("dtype", job.config.get("torch_dtype")) == "float16" else "bf16"
+        dtype = "fp16" if _said_dtype(order.config) == "float16" else "bf16"
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known", fix=f"give one of {', '.join(DTYPES)}")
     if form == "nf4":
-        return Nf4Writer(partial, job.targets, dtype, head=job.head, shard_bytes=shard_bytes, finished=finished,
+        return Nf4Writer(partial, targets, dtype, head=order.head, shard_bytes=shard_bytes, finished=finished,
                          experts=experts_4bit)  # fmt: skip
-    return Fp8Writer(partial, job.targets, dtype, head=job.head, shard_bytes=shard_bytes, finished=finished)
+    return Fp8Writer(partial, targets, dtype, head=order.head, shard_bytes=shard_bytes, finished=finished)
+
+
+def _said_dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
 
 
 def _settled_form(job: _Job, form: str, max_loss: float | None) -> str:
@@ -377,9 +400,9 @@ def _stream(
 
 
 def _all_used(pairs: PairFile) -> None:
-    left = sorted(pairs.names - pairs.used)
+    left = [key for key in pairs.sites if key not in pairs.used]
     if left:
-        raise UserError(f"{len(pairs.used)} of {len(pairs.names)} tensors of the adapter were used, not {left[:3]}",
+        raise UserError(f"{len(pairs.used)} of {len(pairs.sites)} pairs of the adapter were used, not {left[:3]}",
                         path=pairs.folder / WEIGHTS, fix="the adapter belongs to another model")  # fmt: skip
 
 

@@ -9,6 +9,8 @@ neither whole blocks nor a single one stays in 16 bit, as do experts stored as o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from lamella.errors import UserError
 from lamella.export.writers import PIECE_VALUES, Source, Target
 from lamella.export.writers.plain import PlainWriter
-from lamella.export.writers.shards import Item
+from lamella.export.writers.shards import SHARD_BYTES, Item
 
 BLOCK = 128
 LARGEST = 448.0
@@ -52,7 +54,27 @@ def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class Fp8Writer(PlainWriter):
+    """See the module, and `PlainWriter`; `dtype` is of what stays in 16 or 32 bit."""
+
     form: ClassVar[str] = "fp8"
+
+    def __init__(
+        self,
+        folder: Path,
+        targets: Sequence[Target],
+        dtype: str,
+        *,
+        head: str = "lm_head",
+        shard_bytes: int = SHARD_BYTES,
+        finished: Callable[[Path], None] | None = None,
+    ) -> None:
+        super().__init__(folder, targets, dtype, head=head, shard_bytes=shard_bytes, finished=finished)
+        left = [t for t in targets if t.tensor_class in ("attention", "mlp", "experts") and not takes_fp8(t)]
+        if left:
+            self.notices.append(
+                f"{len(left)} weights stay in {dtype}, first {left[0].name} {list(left[0].shape)}: FP8 takes matrices of whole "
+                f"blocks of {BLOCK}"
+            )
 
     def items(self, target: Target) -> list[Item]:
         if not takes_fp8(target):
