@@ -98,7 +98,9 @@ def _config(arch: GgufArch, header: GgufHeader, path: Path) -> tuple[dict[str, A
     missing = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                                  *(name for _, name in arch.keys)) if config.get(name) is None]  # fmt: skip
     if missing:
-        raise UserError(f"the metadata does not say {missing[0]}", fix="convert the model with a current llama.cpp", path=path)
+        raise UserError(
+            f"the metadata does not say {missing[0]}", fix="convert the model with a current llama.cpp", path=path
+        )
     config |= arch.fixed
     for tensor, name in arch.flags.items():
         config[name] = f"blk.0.{tensor}" in header.tensors
@@ -132,7 +134,9 @@ def _whole(header: GgufHeader, key: str, path: Path) -> int | None:
                             fix="give the Hugging Face checkpoint")  # fmt: skip
         value = value[0]
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{header.arch}.{key} is {value!r}, not a whole number", fix="download the file again", path=path)
+        raise UserError(
+            f"{header.arch}.{key} is {value!r}, not a whole number", fix="download the file again", path=path
+        )
     return value
 
 
@@ -168,7 +172,9 @@ def _head_dim(arch: GgufArch, header: GgufHeader, config: dict[str, Any], path: 
     size = int(said or (rotary if rotary and arch.model_type != "phi3" else derived))
     value = header.get("attention.value_length")
     if value is not None and value != size:
-        raise UserError(f"values have {value} dimensions, keys {size}", fix="give the Hugging Face checkpoint", path=path)
+        raise UserError(
+            f"values have {value} dimensions, keys {size}", fix="give the Hugging Face checkpoint", path=path
+        )
     if arch.model_type not in HEAD_DIM_TYPES:
         config["head_dim"] = size
     elif size != derived:

@@ -70,11 +70,11 @@ class Gguf:
         else:
             found = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype("<f4").view(np.uint8)
         begin = start - first * each
-        buffer[:] = memoryview(found.reshape(-1)[begin : begin + len(buffer)])
+        buffer[:] = found.reshape(-1)[begin : begin + len(buffer)].data
 
     def _bytes(self, start: int, count: int) -> NDArray[np.uint8]:
         raw = np.empty(count, np.uint8)
-        self.read(self.part, start, memoryview(raw))
+        self.read(self.part, start, raw.data)
         return raw
 
     def _rows(self, first: int, last: int) -> NDArray[np.float32]:

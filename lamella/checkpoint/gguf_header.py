@@ -102,7 +102,9 @@ class _Reader:
     def header(self) -> GgufHeader:
         magic = self.stream.read(4)
         if magic == b"vers":
-            raise UserError("is a git-lfs pointer, not weights", fix="run `git lfs pull` in that folder", path=self.path)
+            raise UserError(
+                "is a git-lfs pointer, not weights", fix="run `git lfs pull` in that folder", path=self.path
+            )
         if magic != MAGIC:
             raise UserError("is not a GGUF file", fix="give a GGUF model or a checkpoint folder", path=self.path)
         version = self._number("I")
@@ -127,7 +129,9 @@ class _Reader:
     def _take(self, count: int) -> bytes:
         found = self.stream.read(count)
         if len(found) != count:
-            raise UserError(f"is cut: the header goes on after the file's {self.size} bytes", fix=_AGAIN, path=self.path)
+            raise UserError(
+                f"is cut: the header goes on after the file's {self.size} bytes", fix=_AGAIN, path=self.path
+            )
         return found
 
     def _number(self, code: str) -> Any:

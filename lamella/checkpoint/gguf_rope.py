@@ -50,7 +50,11 @@ def _scaled(arch: GgufArch, header: GgufHeader, config: Mapping[str, Any], path:
     kind = header.get("rope.scaling.type", "none")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base", 10000.0))}
     factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear")
-    odd = [key for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier") if header.get(f"rope.scaling.{key}")]
+    odd = [
+        key
+        for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier")
+        if header.get(f"rope.scaling.{key}")
+    ]
     if odd:
         raise UserError(f"rotary scaling has {odd[0]}, which is not read", fix=_FULL_HEAD, path=path)
     if kind == "longrope" or LONG in header.tensors:

@@ -1,17 +1,14 @@
 """A merged model as one GGUF file that llama.cpp reads.
 
-The whole file is laid out first: header and metadata through the `gguf` package, then every tensor's bytes at their place as
-they come, in any order, an expert of a stacked tensor at a time. Norms, biases and routers are fp32; the other weights have the
-form asked for, through that package's numpy quantisers. Rows of queries and keys lie in llama.cpp's order.
+The whole file is laid out first; then every tensor's bytes go to their place as they come, in any order, an expert of a stacked
+tensor at a time. Norms, biases and routers are fp32; the other weights have the form asked for, through the `gguf` package's
+numpy quantisers. Rows of queries and keys lie in llama.cpp's order.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +21,14 @@ from lamella.checkpoint.gguf_archs import GgufArch, Place, place_of
 from lamella.checkpoint.gguf_decode import paired, unpaired
 from lamella.errors import UserError
 from lamella.export.writers import PIECE_VALUES, Source, Target
+from lamella.export.writers.gguf_file import GgufFile
 from lamella.export.writers.gguf_metadata import full_config, metadata_of
 from lamella.export.writers.gguf_tokenizer import tokenizer_metadata
 
 FORMS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 """`general.file_type` (gguf.LlamaFileType)."""
-_ALIGN = 32
 _F16_MAX = 65504.0
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor of the file: ggml type, shape, place of its bytes."""
-
-    type: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
 
 
 class GgufWriter:
@@ -63,28 +50,31 @@ class GgufWriter:
     ) -> None:
         if form not in FORMS:
             raise UserError(f"GGUF form {form!r} is not written", fix=f"choose one of {', '.join(FORMS)}")
-        self.file, self.form = file, form
-        self.metadata = metadata_of(config)
+        self.form = form
+        metadata = metadata_of(config)
         tokenizer, told = tokenizer_metadata(files, full_config(config))
-        self.notices: list[str] = [*self.metadata.notices, *told]
+        self.notices: list[str] = [*metadata.notices, *told]
         self._targets = {target.name: target for target in targets}
-        self._places = _places(self.metadata.arch, self._targets, config)
-        stacked = _stacked(self._targets, self._places)
-        small = {name: (len(values),) for name, values in self.metadata.tensors.items()}
-        types = {name: self._type(name, shape) for name, shape in stacked.items()} | dict.fromkeys(small, "F32")
-        self._partial = file.with_name(f".{file.name}.partial")
-        start = _write_header(self._partial, self.metadata, tokenizer, stacked | small, types, _FILE_TYPES[form])
-        self._stored, self.nbytes = _laid_out(stacked | small, types, start)
+        self._places = _places(metadata.arch, self._targets, config)
+        tensors = {
+            name: (shape, self._type(name, shape)) for name, shape in _stacked(self._targets, self._places).items()
+        }
+        tensors |= {name: ((len(values),), "F32") for name, values in metadata.tensors.items()}
+        keys: dict[str, Any] = {
+            "general.type": "model", "general.file_type": _FILE_TYPES[form], "general.quantization_version": 2,
+            **{f"{metadata.arch.name}.{key}": value for key, value in (metadata.values | metadata.text).items()},
+            **tokenizer,
+        }  # fmt: skip
+        self._file = GgufFile(file, metadata.arch.name, keys, tensors)
+        self.nbytes = self._file.nbytes
         self._done: set[str] = set()
-        self._fd = os.open(self._partial, os.O_RDWR)
-        os.truncate(self._fd, self.nbytes)
-        for name, values in self.metadata.tensors.items():
-            self._write(np.array(values, "<f4").view(np.uint8), self._stored[name].offset)
+        for name, values in metadata.tensors.items():
+            self._file.write(np.array(values, "<f4").view(np.uint8), self._file.tensors[name].offset)
 
     def tensor(self, target: Target, source: Source) -> None:
         """Write one tensor, in pieces of whole rows (whole heads where rows change their order)."""
         place = self._places[target.name]
-        stored = self._stored[place.name]
+        stored = self._file.tensors[place.name]
         width = 1 if place.heads and len(target.shape) == 1 else target.shape[-1]
         rows = target.numel // width
         nbytes = stored.nbytes // (stored.shape[0] if place.expert is not None else 1)
@@ -97,25 +87,20 @@ class GgufWriter:
             source.values(row * width, values)
             heads = count // together if place.heads else None
             raw, got = _encoded(values.numpy().reshape(count, width), stored.type, place, heads, target.name)
-            self._write(raw, base + row * nbytes // rows)
+            self._file.write(raw, base + row * nbytes // rows)
             source.stored(row * width, torch.from_numpy(got.reshape(-1)))
         self._done.add(target.name)
 
     def finish(self, config: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Give the file its name. `config` and `files` are in the header since the start.
+        """Give the file its name; `config` and `files` are in its header since the start.
 
         Raises:
             UserError: a tensor was never written, or the disk is full.
         """
         missing = sorted(set(self._targets) - self._done)
         if missing:
-            raise UserError(f"{len(missing)} tensors were never written, first {missing[0]!r}", fix="report this")
-        try:
-            os.fsync(self._fd)
-            os.close(self._fd)
-            os.replace(self._partial, self.file)
-        except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror}", fix="make room on the disk", path=self.file) from error
+            raise UserError(f"{len(missing)} tensors were never written, first {missing[0]!r}", fix="export again")
+        self._file.finish()
 
     def _type(self, name: str, shape: tuple[int, ...]) -> str:
         if len(shape) < 2 or name.endswith(("_norm.weight", "ffn_gate_inp.weight", ".bias")):
@@ -128,22 +113,13 @@ class GgufWriter:
             return "F16"
         return wanted
 
-    def _write(self, raw: NDArray[np.uint8], offset: int) -> None:
-        view = memoryview(raw)
-        try:
-            while view:
-                done = os.pwrite(self._fd, view, offset)
-                view, offset = view[done:], offset + done
-        except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror}", fix="make room on the disk", path=self.file) from error
-
 
 def _places(arch: GgufArch, targets: Mapping[str, Target], config: Mapping[str, Any]) -> dict[str, Place]:
     architecture = architecture_of(config)
     wanted = set(architecture.tensors())
     if wanted != set(targets):
         missing, stray = sorted(wanted - set(targets)), sorted(set(targets) - wanted)
-        what = f"{len(missing)} tensors missing {missing[:2]}, {len(stray)} not known {stray[:2]}"
+        what = f"{len(missing)} missing {missing[:2]}, {len(stray)} not known {stray[:2]}"
         raise UserError(f"the model's tensors are not those of {arch.model_type}: {what}", fix="export in another form")
     return {name: place_of(arch, name, config, architecture) for name in targets}
 
@@ -163,63 +139,6 @@ def _stacked(targets: Mapping[str, Target], places: Mapping[str, Place]) -> dict
     return {name: (experts[name], *shape) if name in experts else shape for name, shape in shapes.items()}
 
 
-def _laid_out(shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], start: int) -> tuple[dict[str, _Stored], int]:
-    """Every tensor's place, and the file's bytes."""
-    found, offset = {}, start
-    for name, shape in shapes.items():
-        nbytes = _nbytes(shape, types[name])
-        found[name] = _Stored(types[name], shape, nbytes, offset)
-        offset += -(-nbytes // _ALIGN) * _ALIGN
-    return found, offset
-
-
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return prod(shape) // block * block_bytes
-
-
-def _write_header(
-    path: Path, metadata: Any, tokenizer: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    types: Mapping[str, str], file_type: int,
-) -> int:  # fmt: skip
-    """Write all but the tensors' bytes; gives the byte at which those begin."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.gguf_writer import GGUFWriter
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = GGUFWriter(path, metadata.arch.name)
-    arch = metadata.arch.name
-    writer.add_type("model")
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(2)
-    for key, number in metadata.values.items():
-        (writer.add_float32 if isinstance(number, float) else writer.add_uint32)(f"{arch}.{key}", number)
-    for key, text in metadata.text.items():
-        writer.add_string(f"{arch}.{key}", text)
-    for key, value in tokenizer.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
-    for name, shape in shapes.items():
-        kind = GGMLQuantizationType[types[name]]
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), _nbytes(shape, types[name]), raw_dtype=kind)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", fix="check the folder and the disk", path=path) from error
-    return -(-path.stat().st_size // _ALIGN) * _ALIGN
-
-
 def _encoded(
     rows: NDArray[np.float32], kind: str, place: Place, heads: int | None, name: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -234,8 +153,7 @@ def _encoded(
         raise UserError(f"tensor {name!r} has values beyond fp16's {_F16_MAX:g}", fix="export as bf16, f32 or q8_0")
     of_kind = GGMLQuantizationType[kind]
     raw = np.ascontiguousarray(quantize(np.ascontiguousarray(there), of_kind)).reshape(-1).view(np.uint8)
-    row_bytes = raw.size // max(1, rows.shape[0])
-    got = dequantize(raw.reshape(rows.shape[0], row_bytes), of_kind).reshape(rows.shape)
+    got = dequantize(raw.reshape(rows.shape[0], -1), of_kind).reshape(rows.shape)
     if place.add:
         got = got - np.float32(place.add)
     return raw, np.ascontiguousarray(unpaired(got, heads) if heads else got)

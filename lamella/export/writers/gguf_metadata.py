@@ -45,7 +45,7 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     text = {k: v for k, v in text_config(config).items() if k != "quantization_config"}
-    kind = text.get("model_type") or config.get("model_type")
+    kind = str(text.get("model_type") or config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UserError(f"transformers does not know model_type {kind!r}", fix=_OTHER)
     family = CONFIG_MAPPING[kind].from_dict(text)
@@ -67,7 +67,9 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
     found = Metadata(arch)
     for name, value in arch.fixed.items():
         if name in full and full[name] != value and not (value is None and full[name] is None):
-            raise UserError(f"config.json says {name} = {full[name]!r}; llama.cpp's {arch.name} has {value!r}", fix=_OTHER)
+            raise UserError(
+                f"config.json says {name} = {full[name]!r}; llama.cpp's {arch.name} has {value!r}", fix=_OTHER
+            )
     for key, name in (*COMMON, *arch.keys):
         if full.get(name) is None:
             raise UserError(f"config.json says {name} = null, which llama.cpp's {arch.name} cannot", fix=_OTHER)
@@ -140,5 +142,7 @@ def _window(found: Metadata, config: Mapping[str, Any], full: Mapping[str, Any])
         return
     rule = FAMILIES[found.arch.model_type].kinds(keys)
     if kinds != rule:
-        raise UserError(f"config.json's layer_types differ from the pattern that llama.cpp's {found.arch.name} has", fix=_OTHER)
+        raise UserError(
+            f"config.json's layer_types differ from the pattern that llama.cpp's {found.arch.name} has", fix=_OTHER
+        )
     found.values["attention.sliding_window"] = window

@@ -72,7 +72,9 @@ def _tokens(tree: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
         by_id[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     if by_id and max(by_id) >= size:
-        raise UserError(f"the tokenizer has id {max(by_id)}, the model {size} rows", fix="give the model's own tokenizer")
+        raise UserError(
+            f"the tokenizer has id {max(by_id)}, the model {size} rows", fix="give the model's own tokenizer"
+        )
     return [by_id.get(i, f"[PAD{i}]") for i in range(size)], [types.get(i, UNUSED) for i in range(size)]
 
 
