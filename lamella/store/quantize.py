@@ -18,6 +18,7 @@ from lamella.checkpoint.defaults import defaulted
 from lamella.checkpoint.facts import QUANTISED_CLASSES, Layout, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.marks import plain_config
 from lamella.checkpoint.source import INDEX_NAME, Checkpoint
 from lamella.checkpoint.tied import Tying, find_tying
 from lamella.console import notice, progress
@@ -75,6 +76,7 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     tying = find_tying(checkpoint)
     groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop)
     notices = [tying.conflict] if tying.conflict else []
+    notices += checkpoint.notices
     notices += defaulted(checkpoint.config, checkpoint.path)
     if layout.beyond:
         nbytes = sum(t.nbytes for t in layout.beyond)
@@ -282,17 +284,18 @@ def copy_files(source: Path, model_config: dict[str, Any], tied: bool, partial: 
 
 
 def corrected_config(config: dict[str, Any], tied: bool) -> dict[str, Any] | None:
-    """config.json with the tying in effect, or None where it says so already.
+    """config.json with the tying in effect and no mark of packed weights, or None where it is so already.
 
     A `text_config` of no model type of its own describes no inner model: its keys move to the top, where they are read.
     """
+    given, config = config, plain_config(config)
     nested = config.get("text_config")
     if isinstance(nested, dict) and nested.get("model_type") in (None, config.get("model_type")):
         top = {key: value for key, value in config.items() if key != "text_config"}
         return {**top, **nested, "tie_word_embeddings": tied}
     wrong_inside = isinstance(nested, dict) and nested.get("tie_word_embeddings", tied) is not tied
     if config.get("tie_word_embeddings") is tied and not wrong_inside:
-        return None
+        return None if config == given else config
     new = {**config, "tie_word_embeddings": tied}
     if isinstance(nested, dict):
         new["text_config"] = {**nested, "tie_word_embeddings": tied}
