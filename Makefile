@@ -10,20 +10,43 @@ HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 pyth
 SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
 ARGS ?=
 
-.PHONY: demo test test-slow test-distributed bench lint format clean
+.PHONY: demo test test-slow test-distributed test-engines engines bench lint format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m lamella demo $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not engines" $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(PY) -m pytest -m "slow and not gpu" --timeout 1800 $(ARGS)
+	$(PY) -m pytest -m "slow and not gpu and not engines" --timeout 1800 $(ARGS)
 
 # Everything that runs several processes, 20 random kills among it.
 test-distributed: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "distributed and not gpu" --timeout 1800 $(ARGS)
+
+# Exports of real models in other engines (docs/engines.md); those whose environment is there.
+test-engines: $(VENV)/.dev
+	$(PY) -m pytest -m engines --timeout 1800 tests/engines $(ARGS)
+
+# vLLM stops at start-up beside torchvision, torchaudio or torchcodec of another torch.
+engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made
+
+.engines/llama.cpp/.made: requirements-llama-cpp.txt
+	$(HOST_PYTHON) -m venv .engines/llama.cpp
+	.engines/llama.cpp/bin/pip install --quiet --disable-pip-version-check -r requirements-llama-cpp.txt
+	touch $@
+
+.engines/vllm/.made: requirements-vllm.txt
+	$(HOST_PYTHON) -m venv .engines/vllm
+	.engines/vllm/bin/pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.engines/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+.engines/mlx/.made: requirements-mlx.txt
+	$(HOST_PYTHON) -m venv .engines/mlx
+	.engines/mlx/bin/pip install --quiet --disable-pip-version-check -r requirements-mlx.txt
+	touch $@
 
 bench: $(VENV)/.dev
 	$(PY) -m bench.kernels

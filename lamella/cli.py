@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from lamella import __version__
-from lamella.commands import data, demo, eval, plan, probe, quantize, store, train
+from lamella.commands import data, demo, eval, export, plan, probe, quantize, store, train
 from lamella.console import err
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
@@ -33,7 +33,7 @@ def _root(
     pass
 
 
-for module in (probe, plan, quantize, store, data, train, eval, demo):
+for module in (probe, plan, quantize, store, data, train, eval, export, demo):
     module.register(app)
 
 
