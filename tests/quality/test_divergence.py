@@ -72,7 +72,7 @@ def test_base_and_store_as_transformers_has_them(name, references):
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_an_adapter_on_its_store_as_peft_has_it(name, references, tmp_path):
-    checkpoint, store, plain, dequantised = references(name)
+    _, store, _, dequantised = references(name)
     side = SideBySide(torch.float32)
     adapter = Adapter.create(side.add("store", StoreValues.open(store)).skeleton, LoraConfig(rank=4), seed=1)
     for key, p in adapter.parameters().items():
@@ -179,7 +179,7 @@ def test_models_that_do_not_belong_together_are_refused(references, tmp_path):
     with pytest.raises(UserError, match="was made from a checkpoint with fingerprint"):
         divergence(Base(checkpoint), Stored(store, only=frozenset(), base=other), TEXTS)
     wide = write_checkpoint(tmp_path / "wide", dense_config(vocab_size=600))
-    with pytest.raises(UserError, match="vocab_size 600, .* has 512"):
+    with pytest.raises(UserError, match=r"vocab_size 600, .* has 512"):
         divergence(Base(checkpoint), Base(wide), TEXTS)
     with pytest.raises(UserError, match="no text of two tokens"):
         divergence(Base(checkpoint), Stored(store), [[3], []])
