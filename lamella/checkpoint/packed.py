@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are quantised already: the weights behind packed bytes and scales, and what they take on disk.
+"""Checkpoints whose weights are quantised already, for forecasts: how many weights there are, and what they take on disk.
 
-fp8                 F8 weight [O, I] with `_scale_inv` or `_scale` beside it (DeepSeek-V3: one fp32 per 128 x 128)
-mxfp4               `_blocks` uint8 [E, O, I / 32, 16], `_scales` uint8 [E, O, I / 32] (GPT-OSS); its weight is [E, I, O]
+What can be read is told by `logical.py`. These are counted alone:
+
 compressed-tensors  `weight_packed` int32 [O, I * bits / 32] or uint8 [O, I / 2], `weight_scale`, `weight_shape`
 gptq, awq           `qweight` int32 [I * bits / 32, O] or [I, O * bits / 32], `qzeros`, `scales`, `g_idx`
 """
@@ -14,29 +14,20 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
-from lamella.checkpoint.facts import text_config
+from lamella.checkpoint.fp8 import DTYPES
 from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.logical import ORIGINAL, logical_tensors, unread
+from lamella.checkpoint.marks import method_of, quantization_of
+from lamella.checkpoint.packing import Read
 from lamella.errors import UserError
 
-METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+COUNTED = ("compressed-tensors", "gptq", "awq")
+"""Ways that are not read, whose weights can be counted."""
+_SIZED = ("fp8", "mxfp4", *COUNTED)
 _SIDE = re.compile(
-    r"(_scale_inv|_scale|_scale_2|_scales|_zero_point|_global_scale|_shape|_g_idx|\.input_scale|\.activation_scale|\.output_scale)$"
+    r"(_scale|_scale_2|_zero_point|_global_scale|_shape|_g_idx|\.input_scale|\.activation_scale|\.output_scale)$"
 )
 _BESIDE_QWEIGHT = (".qzeros", ".scales", ".g_idx")
-_PACKED = ("F8_E4M3", "F8_E5M2")
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """config.json's `quantization_config`, or None."""
-    for tree in (config, text_config(config)):
-        settings = tree.get("quantization_config") or tree.get("compression_config")
-        if isinstance(settings, Mapping) and settings:
-            return settings
-    return None
-
-
-def method_of(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("quant_method") or "unknown")
 
 
 def bits_of(settings: Mapping[str, Any]) -> int:
@@ -51,21 +42,21 @@ def bits_of(settings: Mapping[str, Any]) -> int:
     return found
 
 
-def unpacked(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> list[TensorInfo]:
-    """The weights that a checkpoint's tensors stand for, as bf16 tensors of their real shape; `nbytes` stays what they and
-    their scales take on disk.
+def unpacked(tensors: Iterable[TensorInfo], config: Mapping[str, Any], read: Read | None = None) -> list[TensorInfo]:
+    """The weights that a checkpoint's tensors stand for, as tensors of their real shape and dtype; `nbytes` is what they and
+    their scales take on disk. Also of ways that are only counted here, never read.
 
     Raises:
-        UserError: a way of packing that is not known.
+        UserError: a way of packing that is not known; see `logical_tensors`.
     """
     found = list(tensors)
     settings = quantization_of(config)
-    if settings is None:
-        return found
+    why = "" if settings is None else unread(settings)
+    if settings is None or not why:
+        return logical_tensors(found, config, read).tensors
     method = method_of(settings)
-    if method not in METHODS:
-        raise UserError(f"weights are packed by quant_method {method!r}, which is not read",
-                        fix="give the original 16-bit model, or one in " + ", ".join(METHODS))  # fmt: skip
+    if method not in COUNTED:
+        raise UserError(f"weights are packed: {why}", fix=ORIGINAL)
     weights: dict[str, TensorInfo] = {}
     beside: list[tuple[str, TensorInfo]] = []
     for tensor in found:
@@ -98,11 +89,6 @@ def _owner(name: str, method: str) -> str | None:
 
 def _unpack(tensor: TensorInfo, method: str, settings: Mapping[str, Any]) -> TensorInfo:
     name, shape = tensor.name, tensor.shape
-    if method == "mxfp4" and name.endswith("_blocks") and len(shape) == 4:
-        experts, rows, blocks, half = shape
-        return replace(
-            tensor, name=name.removesuffix("_blocks"), shape=(experts, blocks * half * 2, rows), dtype="BF16"
-        )
     if method == "compressed-tensors" and name.endswith("weight_packed"):
         each = 2 if tensor.dtype == "U8" else 32 // bits_of(settings)
         return replace(tensor, name=name.removesuffix("_packed"), shape=(*shape[:-1], shape[-1] * each), dtype="BF16")
@@ -110,9 +96,7 @@ def _unpack(tensor: TensorInfo, method: str, settings: Mapping[str, Any]) -> Ten
         each = 32 // bits_of(settings)
         inputs, outputs = (shape[0] * each, shape[1]) if method == "gptq" else (shape[0], shape[1] * each)
         return replace(tensor, name=name.removesuffix(".qweight") + ".weight", shape=(outputs, inputs), dtype="BF16")
-    if tensor.dtype in _PACKED:
-        return replace(tensor, dtype="BF16")
-    return tensor
+    return tensor if tensor.dtype not in DTYPES else replace(tensor, dtype="BF16")
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,7 @@ def disk_rule(config: Mapping[str, Any]) -> DiskRule:
     if settings is None:
         return DiskRule()
     method = method_of(settings)
-    if method not in METHODS:
+    if method not in _SIZED:
         return DiskRule(
             note=f"quant_method {method!r}: bytes of the checkpoint are counted as if it were not quantised"
         )

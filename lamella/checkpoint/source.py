@@ -7,19 +7,28 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lamella.checkpoint.decode import decoder_of
 from lamella.checkpoint.facts import Layout, ModelFacts, layout_of, model_facts
 from lamella.checkpoint.header import TensorInfo, read_header
+from lamella.checkpoint.logical import logical_tensors, refuse_packed, refuse_unread
+from lamella.checkpoint.marks import quantization_of
+from lamella.checkpoint.orientation import check_orientation
+from lamella.checkpoint.packing import Decoder, Native
+from lamella.checkpoint.reader import AGAIN, Reader
 from lamella.checkpoint.shapes import check_experts, check_shapes
 from lamella.console import notice
 from lamella.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
-_AGAIN = "download the checkpoint again (an interrupted download resumes with `hf download`)"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
 
@@ -36,11 +45,11 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError("no such file", fix="give a Hugging Face checkpoint folder", path=file) from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg}"
-        raise UserError(what, fix=_AGAIN, path=file, line=error.lineno, column=error.colno) from error
+        raise UserError(what, fix=AGAIN, path=file, line=error.lineno, column=error.colno) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", fix=_AGAIN, path=file) from error
+        raise UserError(f"cannot be read: {error}", fix=AGAIN, path=file) from error
     if not isinstance(tree, dict):
-        raise UserError("is not a JSON object", fix=_AGAIN, path=file)
+        raise UserError("is not a JSON object", fix=AGAIN, path=file)
     return tree
 
 
@@ -51,9 +60,10 @@ class Checkpoint:
     Attributes:
         path: its folder.
         config: config.json.
-        tensors: every tensor by name.
+        tensors: every tensor by name, as the 16-bit checkpoint would have it.
         facts: sizes from config.json.
         layout: tensors by decoder layer.
+        notices: what was left out, or found from the files alone.
     """
 
     path: Path
@@ -61,7 +71,9 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     facts: ModelFacts
     layout: Layout
-    _files: dict[Path, int] = field(default_factory=dict, repr=False)
+    notices: tuple[str, ...] = ()
+    _reader: Reader = field(default_factory=Reader, repr=False)
+    _last: Decoder | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, source: str | Path) -> Checkpoint:
@@ -69,47 +81,70 @@ class Checkpoint:
 
         Raises:
             UserError: no such folder, missing or cut shard, index that disagrees with the shards,
-                git-lfs pointer, already quantised weights, a layer store in place of a checkpoint.
+                git-lfs pointer, weights quantised in a way that is not read, scales that do not go with their weights,
+                a layer store in place of a checkpoint.
         """
         path = locate(source)
         if (path / "manifest.json").is_file() and (path / "layers").is_dir():
             raise UserError("is a layer store already; quantising it again would lose precision twice",
                             fix="use it as it is, or give the original checkpoint", path=path)  # fmt: skip
+        refuse_dangling(path)
         config = read_json(path / "config.json")
-        _refuse_quantised(config, path)
-        found, disagreement = read_tensors(path)
+        refuse_unread(config, path / "config.json")
+        stored, disagreement = read_tensors(path)
         facts = model_facts(config, path / "config.json")
-        check_shapes(found, facts, config, path)  # a shard of another model is better named by its shapes
-        if disagreement:
+        if disagreement and quantization_of(config):
             raise disagreement
-        tensors = {tensor.name: tensor for tensor in found}
-        for tensor in found:
-            if tensor.dtype in ("U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0") and len(tensor.shape) >= 2:
-                raise UserError(f"tensor {tensor.name!r} is {tensor.dtype}: its weights are already quantised",
-                                fix="give the bf16, fp16 or fp32 original", path=tensor.file)  # fmt: skip
-        layout = layout_of(tensors, facts, path)
-        check_experts(layout, facts, path)
-        return cls(path, config, tensors, facts, layout)
+        with ExitStack() as on_error:
+            reader = Reader()
+            on_error.callback(reader.close)
+            logical = logical_tensors(stored, config, reader.read_into)
+            found = logical.tensors
+            check_shapes(found, facts, config, path)  # a shard of another model is better named by its shapes
+            if disagreement:
+                raise disagreement
+            refuse_packed(found)
+            check_orientation(found, facts, config)
+            tensors = {tensor.name: tensor for tensor in found}
+            layout = layout_of(tensors, facts, path)
+            check_experts(layout, facts, path)
+            on_error.pop_all()
+        return cls(path, config, tensors, facts, layout, logical.notices, reader)
 
-    def read_into(self, tensor: TensorInfo, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the tensor's bytes from byte `start` on.
+    def values(self, tensor: TensorInfo, first: int, out: NDArray[np.float32]) -> None:
+        """Fill `out` with the tensor's values from `first` on, in row-major order of its shape.
 
         Raises:
             UserError: the file ends early or cannot be read.
         """
-        fd = self._files.get(tensor.file)
-        try:
-            if fd is None:
-                fd = self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-            done = 0
-            while done < len(buffer):
-                got = os.preadv(fd, [buffer[done:]], tensor.offset + start + done)
-                if got == 0:
-                    raise UserError(f"file ends inside tensor {tensor.name!r}", fix=_AGAIN, path=tensor.file)
-                done += got
-        except OSError as error:
-            what = f"tensor {tensor.name!r} cannot be read: {error.strerror}"
-            raise UserError(what, fix="check the disk, then run again", path=tensor.file) from error
+        self._decoder(tensor).values(first, out)
+
+    def piece(self, tensor: TensorInfo) -> int:
+        """Values to ask for at a time: a bounded amount of memory, whole rows or blocks where that can be."""
+        return self._decoder(tensor).piece()
+
+    def native(self, tensor: TensorInfo) -> Native | None:
+        """The form in which a store takes the tensor over without a second rounding, if there is one."""
+        return self._decoder(tensor).native()
+
+    def native_part(self, tensor: TensorInfo, part: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes of a part of the native form, from byte `start` on."""
+        self._decoder(tensor).native_part(part, start, buffer)
+
+    def _decoder(self, tensor: TensorInfo) -> Decoder:
+        """The tensor's decoder; the last one is kept, with the scales that it has read."""
+        last = self._last
+        if last is None or last.tensor is not tensor:
+            last = self._last = decoder_of(tensor, self._reader.read_into)
+        return last
+
+    def read_into(self, tensor: TensorInfo, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of a plain tensor (also of a part of a packed one) from byte `start` on.
+
+        Raises:
+            UserError: the file ends early or cannot be read.
+        """
+        self._reader.read_into(tensor, start, buffer)
 
     def chunks(self, tensor: TensorInfo, chunk_bytes: int) -> Iterator[bytearray]:
         """The tensor's bytes in pieces of `chunk_bytes`."""
@@ -119,9 +154,7 @@ class Checkpoint:
             yield piece
 
     def close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        self._reader.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -149,6 +182,15 @@ def locate(source: str | Path) -> Path:
     return _download(str(source))
 
 
+def refuse_dangling(path: Path) -> None:
+    """Raises `UserError` for a link to a file that is not there: a cache moved or cleaned in part."""
+    for entry in sorted(path.iterdir()):
+        if entry.is_symlink() and not entry.exists() and any(entry.match(kind) for kind in _HUB_FILES):
+            target = os.readlink(entry)
+            raise UserError(f"is a link to {target}, which is not there ({(path / target).absolute()})",
+                            fix="download the checkpoint again, or copy what the link leads to", path=entry)  # fmt: skip
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -173,15 +215,6 @@ def _download(hub_id: str) -> Path:
                         fix="check the network, or give a local checkpoint folder") from error  # fmt: skip
 
 
-def _refuse_quantised(config: dict[str, Any], path: Path) -> None:
-    for tree in (config, config.get("text_config")):
-        settings = tree.get("quantization_config") if isinstance(tree, dict) else None
-        if settings:
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-            raise UserError(f"the checkpoint is already quantised (quant_method {method!r}), which is not read yet",
-                            fix="give the bf16, fp16 or fp32 original", path=path / "config.json")  # fmt: skip
-
-
 def read_tensors(path: Path) -> tuple[list[TensorInfo], UserError | None]:
     """Every tensor of the folder's weight files, and how the index disagrees with them, if it does."""
     single, index = path / "model.safetensors", path / INDEX_NAME
@@ -195,32 +228,32 @@ def read_tensors(path: Path) -> tuple[list[TensorInfo], UserError | None]:
     if len(shards) == 1 and not re.search(r"-of-\d+\.safetensors$", shards[0].name):
         return list(read_header(shards[0]).values()), None
     if shards:
-        raise UserError(f"{len(shards)} weight files but no {INDEX_NAME}", fix=_AGAIN, path=path)
+        raise UserError(f"{len(shards)} weight files but no {INDEX_NAME}", fix=AGAIN, path=path)
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         raise UserError("only pickled weights (.bin, .pth), which can run code when read; not supported",
                         fix="convert: load with transformers, then call save_pretrained", path=path)  # fmt: skip
-    raise UserError("no safetensors weights in this folder", fix=_AGAIN, path=path)
+    raise UserError("no safetensors weights in this folder", fix=AGAIN, path=path)
 
 
 def _read_sharded(path: Path, index: Path) -> tuple[list[TensorInfo], UserError | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("has no weight_map", fix=_AGAIN, path=index)
+        raise UserError("has no weight_map", fix=AGAIN, path=index)
     names = weight_map.values()
     strange = [n for n in names if not isinstance(n, str)] or [n for n in set(names) if Path(n).name != n]
     if strange:
-        raise UserError(f"names a file outside the folder: {strange[0]!r}", fix=_AGAIN, path=index)
+        raise UserError(f"names a file outside the folder: {strange[0]!r}", fix=AGAIN, path=index)
     shards = sorted(set(names))
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
-        raise UserError(f"weight files named by the index are missing: {', '.join(missing)}", fix=_AGAIN, path=path)
+        raise UserError(f"weight files named by the index are missing: {', '.join(missing)}", fix=AGAIN, path=path)
     stray = [f.name for f in sorted(path.glob("*-of-*.safetensors")) if f.name not in shards]
     if stray:
         what = f"the index names none of the tensors of {', '.join(stray)}"
-        raise UserError(what, fix=f"{_AGAIN}, or remove files that are not this model's", path=index)
+        raise UserError(what, fix=f"{AGAIN}, or remove files that are not this model's", path=index)
     found = [tensor for name in shards for tensor in read_header(path / name).values()]
     what = _disagreement(found, weight_map)
-    return found, UserError(f"index disagrees with the files: {what}", fix=_AGAIN, path=index) if what else None
+    return found, UserError(f"index disagrees with the files: {what}", fix=AGAIN, path=index) if what else None
 
 
 def _disagreement(found: list[TensorInfo], weight_map: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lamella.checkpoint.facts import classify_outer
 from lamella.checkpoint.header import TensorInfo
+from lamella.checkpoint.packing import parts_of
 from lamella.checkpoint.source import Checkpoint
 from lamella.errors import UserError
 
@@ -53,6 +54,17 @@ def find_tying(checkpoint: Checkpoint) -> Tying:
 
 def same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
     """Whether two tensors hold the same bytes, compared in pieces."""
+    if (a.dtype, a.shape, _way(a)) != (b.dtype, b.shape, _way(b)):
+        return False
+    return all(_same(checkpoint, left, right) for left, right in zip(parts_of(a), parts_of(b), strict=True))
+
+
+def _way(tensor: TensorInfo) -> tuple[object, ...]:
+    packing = tensor.packing
+    return () if packing is None else (packing.method, dict(packing.settings), sorted(packing.parts))
+
+
+def _same(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     pairs = zip(checkpoint.chunks(a, _CHUNK_BYTES), checkpoint.chunks(b, _CHUNK_BYTES), strict=True)

@@ -1,4 +1,4 @@
-"""`lamella quantize`: Hugging Face checkpoint -> 4-bit layer store."""
+"""`lamella quantize`: Hugging Face checkpoint -> layer store."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ def quantize(
     kept_dtype: Annotated[
         KeptDtype, typer.Option(help="Dtype of embeddings, head, norms, routers and biases: as in the source, or bf16.")
     ] = KeptDtype.source,
+    formats: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="quantize.toml: other formats than NF4, by class and by name.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     check: Annotated[
@@ -67,8 +70,11 @@ def quantize(
 ) -> None:
     """Quantise a checkpoint to a 4-bit layer store.
 
-    Every linear weight of every decoder layer becomes NF4, experts too.
+    Every linear weight of every decoder layer becomes NF4, experts too; weights that are MXFP4 or bitsandbytes' already
+    keep that form.
     Everything else stays as it is, and the report says so by name.
+    FILE of --formats: [classes] with experts, attention, mlp = "nf4" | "mxfp4" | "int8" | "bf16" | "source" (head,
+    embedding = "bf16" | "source"), and [[names]] with match = "model.layers.0.*" and format. Routers are never quantised.
     Memory does not grow with the checkpoint.
     An interrupted run goes on when started again.
     The store appears under its name only when complete.
@@ -77,10 +83,14 @@ def quantize(
     checkpoint's, for the whole store and for each class of weights alone, and what to keep at higher precision.
     The figures are written to STORE/quality.json.
     """
+    from lamella.store.formats import Formats, read_formats
     from lamella.store.quantize import QuantizeSettings
     from lamella.store.report import print_report, report_json
 
-    settings = QuantizeSettings(block_size=block_size, double_quant=double_quant, kept_dtype=kept_dtype.value)
+    asked = Formats() if formats is None else read_formats(formats)
+    settings = QuantizeSettings(
+        block_size=block_size, double_quant=double_quant, kept_dtype=kept_dtype.value, formats=asked
+    )
     if check is None:
         if strict:
             raise UserError("--strict is about the verdict of --check", fix="give --check TEXT.jsonl, or leave it out")
@@ -90,14 +100,14 @@ def quantize(
         else:
             print_report(manifest, out)
         return
-    from lamella.quality.gate import check_store, same_settings, texts_for
+    from lamella.quality.gate import check_store, differs, texts_for
     from lamella.quality.show import print_quality
     from lamella.store.manifest import MANIFEST_NAME, read_manifest
 
     texts = texts_for(checkpoint, check, check_tokens)  # hours of quantising must not end in a bad file name
     if (out / MANIFEST_NAME).is_file():
-        given = [key for key in ("block_size", "double_quant", "kept_dtype") if _was_given(ctx, key)]
-        other = same_settings(out, {key: getattr(settings, key) for key in given})
+        given = [key for key in ("block_size", "double_quant", "kept_dtype", "formats") if _was_given(ctx, key)]
+        other = differs(checkpoint, out, settings, given)
         if other:
             raise UserError(f"is a store already, with {', '.join(other)}",
                             fix="give another -o STORE, or leave these options out", path=out)  # fmt: skip

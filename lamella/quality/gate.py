@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from lamella.quality.divergence import (
 from lamella.quality.texts import Texts, read_texts
 from lamella.quality.verdict import FINE, POOR, Classes, Verdict, formats_fragment, judge, subsets
 from lamella.quality.weights import WeightError, by_class, outliers, weight_errors
+from lamella.store.quantize import QuantizeSettings, plan_store
 
 QUALITY_NAME = "quality.json"
 FEW_TOKENS = 2000
@@ -95,14 +97,24 @@ def texts_for(checkpoint: str | Path, file: Path, tokens: int) -> Texts:
     return read_texts(file, folder, tokens, context)
 
 
-def same_settings(store: Path, asked: dict[str, Any]) -> list[str]:
-    """How a finished store differs from settings that were asked for."""
+def differs(checkpoint: str | Path, store: Path, settings: QuantizeSettings, given: Collection[str]) -> list[str]:
+    """How a finished store differs from these of the settings.
+
+    Raises:
+        UserError: with `formats` among them: rules that do not fit the checkpoint.
+    """
     manifest = StoreValues.open(store).store.manifest
-    return [
-        f"{key} {getattr(manifest, key)}, not {value}"
-        for key, value in asked.items()
-        if getattr(manifest, key) != value
-    ]
+    plain = [key for key in given if key != "formats"]
+    pairs = [(key, getattr(manifest, key), getattr(settings, key)) for key in plain]
+    found = [f"{key} {there}, not {asked}" for key, there, asked in pairs if there != asked]
+    if "formats" in given:
+        with Checkpoint.open(checkpoint) as opened:
+            planned = {p.tensor.name: p.format for group in plan_store(opened, settings).groups for p in group.tensors}
+        records = [record for _, group in manifest.groups() for record in group.tensors]
+        other = [r for r in records if planned.get(r.name, r.format) != r.format]
+        if other:
+            found.append(f"{len(other)} tensors in other formats, first {other[0].name} in {other[0].format}")
+    return found
 
 
 def check_store(
