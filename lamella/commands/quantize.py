@@ -104,7 +104,9 @@ def quantize(
     from lamella.quality.show import print_quality
     from lamella.store.manifest import MANIFEST_NAME, read_manifest
 
-    texts = texts_for(checkpoint, check, check_tokens)  # hours of quantising must not end in a bad file name
+    texts = None
+    if Path(checkpoint).suffix != ".gguf":  # whose tokenizer is in the store alone
+        texts = texts_for(checkpoint, check, check_tokens)  # hours of quantising must not end in a bad file name
     if (out / MANIFEST_NAME).is_file():
         given = [key for key in ("block_size", "double_quant", "kept_dtype", "formats") if _was_given(ctx, key)]
         other = differs(checkpoint, out, settings, given)
@@ -121,7 +123,7 @@ def quantize(
         import torch
 
         torch.set_num_threads(threads)
-    quality = check_store(checkpoint, out, texts, check_dtype.value)
+    quality = check_store(checkpoint, out, texts or texts_for(out, check, check_tokens), check_dtype.value)
     if as_json:
         typer.echo(json.dumps({"store": str(out), **report_json(manifest), "quality": quality.to_json()}))
     else:

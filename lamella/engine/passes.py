@@ -28,7 +28,7 @@ from lamella.models.binding import plan_binding
 from lamella.models.layout import PackedBatch
 from lamella.models.linear import FrozenLinear, LoraSite
 from lamella.models.pieces import ParamPlan
-from lamella.models.skeleton import LayerCall, Skeleton, load_config
+from lamella.models.skeleton import LayerCall, Skeleton
 
 HOLD_BYTES = 1 << 30
 """A layer of more bytes in the compute dtype has its experts read one at a time."""
@@ -288,8 +288,8 @@ class SideBySide:
         self._frames: dict[str, Frame] = {}
 
     def add(self, name: str, values: Values, adapter: Path | None = None) -> LayerSource:
-        """One more model. Raises `UserError` as `LayerSource` and `load_config` do."""
-        config = load_config(values.path, values.tied)
+        """One more model. Raises `UserError` as `LayerSource` and `Values.config` do."""
+        config = values.config()
         structure = {key: value for key, value in config.to_dict().items() if key not in _NOT_STRUCTURE}
         key = json.dumps(structure, sort_keys=True, default=str)
         if key not in self._frames:

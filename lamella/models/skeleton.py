@@ -10,6 +10,7 @@ hidden states: final norms, tied heads and soft caps come along by themselves.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -88,6 +89,11 @@ def read_config(file: Path, tie_word_embeddings: bool | None = None) -> Pretrain
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"cannot be read: {error}", path=file, fix="give a folder with a valid config.json") from error
+    return config_of(raw, file, tie_word_embeddings)
+
+
+def config_of(raw: Mapping[str, Any], file: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
+    """`load_config` of a config.json's content; `file` is named in errors."""
     if "model_type" not in raw:
         raise UserError("config.json names no model_type", path=file, fix="use a Hugging Face model folder")
     try:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lamella.checkpoint.source import locate
+from lamella.checkpoint.source import Checkpoint, locate
 from lamella.console import progress
 from lamella.engine.passes import HOLD_BYTES
 from lamella.engine.values import StoreValues
@@ -90,9 +90,9 @@ def _figures(found: Divergence) -> dict[str, Any]:
     return {**asdict(found), "perplexity_ratio": found.perplexity_ratio}
 
 
-def texts_for(checkpoint: str | Path, file: Path, tokens: int) -> Texts:
-    """The texts of a check, before anything is quantised: see `read_texts`."""
-    folder = locate(checkpoint)
+def texts_for(source: str | Path, file: Path, tokens: int) -> Texts:
+    """The texts of a check, by the tokenizer of a checkpoint folder or a store: see `read_texts`."""
+    folder = locate(source)
     context = getattr(load_config(folder), "max_position_embeddings", None)
     return read_texts(file, folder, tokens, context)
 

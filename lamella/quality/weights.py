@@ -42,8 +42,9 @@ def weight_errors(
             if record.format == "raw":
                 continue
             wrong = whole = 0.0
-            for first in range(0, record.numel, _PIECE):
-                n = min(_PIECE, record.numel - first)
+            step = math.prod(record.shape[1:]) if record.order else _PIECE
+            for first in range(0, record.numel, step):
+                n = min(step, record.numel - first)
                 source, kept = torch.empty(n), torch.empty(n)
                 plain.fill(record.name, first, source)
                 stored.fill(record.name, first, kept)
