@@ -223,9 +223,11 @@ def is_router(modules: list[str], shape: tuple[int, ...], num_experts: int | Non
     """
     if any("router" in part for part in modules):
         return True
+    last = modules[-1] if modules else ""
+    if num_experts in shape and modules == ["mixer", "gate"]:  # Nemotron-H calls every layer's module so
+        return True
     if num_experts is None or "experts" in modules or any(_ATTENTION.search(part) for part in modules):
         return False
-    last = modules[-1] if modules else ""
     if last in ROUTER_NAMES or (last.endswith("_gate") and "expert" in last):
         return True
     return len(shape) == 2 and num_experts in shape and not _LINEAR.search(last)
