@@ -37,6 +37,7 @@ from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
 from lamella.models.divided import Division
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
+from lamella.models.mixers import Kept
 from lamella.models.pieces import Cut
 from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
@@ -477,8 +478,10 @@ class Walk:
             return t
 
         hidden = item.hidden.detach().requires_grad_()
+        Kept.watch = pack
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             self._run(item, layer, hidden)
+        Kept.watch = None
         self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
 
     def forward_one(self, item: Item, i: int, trains: bool, keep: bool) -> Tensor | None:

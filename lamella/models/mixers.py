@@ -77,6 +77,12 @@ def _dropout_of(index: Tensor | None) -> Iterator[None]:
         DropoutClock.row_keys_T = keys_T
 
 
+class Kept:
+    """What is told of every tensor that autograd keeps inside a mixer (hooks outside are not asked there); None: nobody."""
+
+    watch: Callable[[Tensor], Any] | None = None
+
+
 @contextmanager
 def _weights_by_name(own: nn.Module) -> Iterator[None]:
     """Inside, autograd keeps no view of a weight but its place: backward finds what is bound there then.
@@ -97,6 +103,8 @@ def _weights_by_name(own: nn.Module) -> Iterator[None]:
             offset = x.storage_offset() - p.storage_offset()
             if x.dtype == p.dtype and 0 <= offset < max(p.numel(), 1):
                 return module, name, x.shape, x.stride(), offset
+        if Kept.watch is not None:
+            Kept.watch(x)
         return x
 
     def unpack(kept: Any) -> Tensor:

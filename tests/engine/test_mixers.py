@@ -194,8 +194,9 @@ def test_dropout_and_padding_do_not_depend_on_the_micro_batch(made):
     assert worst_error(gradients(engine, [pack_rows(ROWS)])[1], whole)[0] > 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid-dense", "lfm2"])
-def test_bf16_is_close_to_fp32(family, made):
+@pytest.mark.parametrize(("family", "near"), [("qwen3_5", 0.09), ("granitemoehybrid-dense", 0.02), ("lfm2", 0.02)])
+def test_bf16_is_close_to_fp32(family, near, made):
+    """transformers' own gradients in bf16 are 0.063, 0.012 and 0.015 off."""
     store, _ = made(MIXERS[family]())
     found = {}
     for dtype in ("fp32", "bf16"):
@@ -204,7 +205,7 @@ def test_bf16_is_close_to_fp32(family, made):
         out, grads = gradients(engine, [pack_rows(ROWS)])
         found[dtype] = out.loss_sum, torch.cat([g.flatten() for g in grads.values()])
     assert found["bf16"][0] == pytest.approx(found["fp32"][0], rel=0.01)
-    assert relative_error(found["bf16"][1], found["fp32"][1]) < 0.05
+    assert relative_error(found["bf16"][1], found["fp32"][1]) < near
 
 
 def test_a_mixer_that_runs_across_sequences_is_refused(made):
