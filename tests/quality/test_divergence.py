@@ -14,11 +14,15 @@ from lamella.errors import UserError
 from lamella.models.layout import pack_rows
 from lamella.quality.divergence import Base, Stored, divergence, divergences, stored_names
 from tests.conftest import random_rows
+from tests.engine.test_mixers import MIXERS
 from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import load_reference, peft_model
 
 TEXTS = [ids for ids, _ in random_rows([9, 23, 2, 14])]
-CONFIGS = {"dense": dense_config, "moe": moe_config, "tied": lambda: dense_config(tie_word_embeddings=True)}
+CONFIGS = {
+    "dense": dense_config, "moe": moe_config, "tied": lambda: dense_config(tie_word_embeddings=True),
+    "linear attention": MIXERS["qwen3_next"],
+}  # fmt: skip
 
 
 def plain_divergence(model_a, model_b, texts):
