@@ -80,6 +80,10 @@ class SiteSpec:
         return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
 
 
+PEFT_REFUSES = {("falcon_h1", "out_proj"), ("nemotron_h", "out_proj")}
+"""Layers (model type, name) that PEFT loads no LoRA on: its fused Mamba kernels would bypass it."""
+
+
 def candidates_of(skeleton: Skeleton) -> list[Candidate]:
     """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
     found = []
@@ -87,6 +91,8 @@ def candidates_of(skeleton: Skeleton) -> list[Candidate]:
     for i, layer in enumerate(skeleton.layers):
         for path, module in layer.named_modules():
             if isinstance(module, FrozenLinear):
+                if module.bypassed or (skeleton.config.model_type, path.rpartition(".")[2]) in PEFT_REFUSES:
+                    continue
                 if not is_router(path.split("."), (module.out_features, module.in_features), num_experts):
                     found.append(Candidate(i, path, None, module.in_features, module.out_features, None, 0))
             elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):

@@ -78,6 +78,12 @@ def num_active_experts(config: Mapping[str, Any]) -> int:
     return first_int(text_config(config), *ACTIVE_EXPERTS_KEYS) or 1
 
 
+def _listed_layers(text: Mapping[str, Any]) -> int | None:
+    """Number of layers where config.json lists their kinds instead (Nemotron-H)."""
+    listed = next((text[n] for n in ("layer_types", "layers_block_type") if isinstance(text.get(n), list)), None)
+    return len(listed) if listed else None
+
+
 def model_facts(config: Mapping[str, Any], path: Path) -> ModelFacts:
     """Facts of a config.json.
 
@@ -85,7 +91,7 @@ def model_facts(config: Mapping[str, Any], path: Path) -> ModelFacts:
         UserError: no model_type, or no number of layers.
     """
     text = text_config(config)
-    layers = first_int(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    layers = first_int(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers") or _listed_layers(text)
     model_type = text.get("model_type") or config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("has no model_type", fix="give a Hugging Face causal language model", path=path)
@@ -194,7 +200,7 @@ def classify_in_layer(rest: str, shape: tuple[int, ...], num_experts: int | None
     named = next((part for part in reversed(modules) if not part.isdigit()), "")  # `input_layernorm.0.weight`
     if any(_NORM.search(part) for part in (named, leaf)):
         return "norm"
-    if any("conv" in part for part in modules) or "sink" in leaf or len(shape) < 2:
+    if "conv" in last or "sink" in leaf or len(shape) < 2 or (len(shape) > 2 and min(shape) == 1):
         return "router" if is_router(modules, shape, num_experts) and len(shape) == 1 else "other"
     if is_router(modules, shape, num_experts):
         return "router"
@@ -217,9 +223,11 @@ def is_router(modules: list[str], shape: tuple[int, ...], num_experts: int | Non
     """
     if any("router" in part for part in modules):
         return True
+    last = modules[-1] if modules else ""
+    if num_experts in shape and modules == ["mixer", "gate"]:  # Nemotron-H calls every layer's module so
+        return True
     if num_experts is None or "experts" in modules or any(_ATTENTION.search(part) for part in modules):
         return False
-    last = modules[-1] if modules else ""
     if last in ROUTER_NAMES or (last.endswith("_gate") and "expert" in last):
         return True
     return len(shape) == 2 and num_experts in shape and not _LINEAR.search(last)

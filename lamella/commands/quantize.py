@@ -5,9 +5,22 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lamella.console import notice
+from lamella.errors import UserError
+
+if TYPE_CHECKING:
+    from lamella.store.manifest import Manifest
+    from lamella.store.quantize import QuantizeSettings
+
+
+class CheckDtype(StrEnum):
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
 
 
 class KeptDtype(StrEnum):
@@ -20,6 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def quantize(
+    ctx: typer.Context,
     checkpoint: Annotated[
         str,
         typer.Argument(help="Checkpoint folder (config.json, safetensors in bf16, fp16 or fp32), or a hub id."),
@@ -35,6 +49,24 @@ def quantize(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT.jsonl",
+            help="Compare store and checkpoint on these texts (rows as for training, or "
+            '{"text": ...}), layer by layer; a finished STORE of this checkpoint is compared as it is.',
+        ),
+    ] = None,
+    check_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of text to compare on, in all; rows are spread over the file.")
+    ] = 16384,
+    check_dtype: Annotated[
+        CheckDtype,
+        typer.Option(help="Compute dtype of the comparison; auto: fp32 up to 2 billion parameters, else bf16."),
+    ] = CheckDtype.auto,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --check: exit code 3 unless the verdict is fine. Without it, 0.")
+    ] = False,
 ) -> None:
     """Quantise a checkpoint to a 4-bit layer store.
 
@@ -46,18 +78,69 @@ def quantize(
     Memory does not grow with the checkpoint.
     An interrupted run goes on when started again.
     The store appears under its name only when complete.
+
+    With --check it then says what that has cost: KL divergence of the logits, top-1 agreement and perplexity beside the
+    checkpoint's, for the whole store and for each class of weights alone, and what to keep at higher precision.
+    The figures are written to STORE/quality.json.
     """
-    from lamella.models.check import check_checkpoint
     from lamella.store.formats import Formats, read_formats
-    from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
+    from lamella.store.quantize import QuantizeSettings
     from lamella.store.report import print_report, report_json
 
     asked = Formats() if formats is None else read_formats(formats)
     settings = QuantizeSettings(
         block_size=block_size, double_quant=double_quant, kept_dtype=kept_dtype.value, formats=asked
     )
-    manifest = quantize_checkpoint(checkpoint, out, settings, threads=threads, check=check_checkpoint)
-    if as_json:
-        typer.echo(json.dumps({"store": str(out), **report_json(manifest)}))
+    if check is None:
+        if strict:
+            raise UserError("--strict is about the verdict of --check", fix="give --check TEXT.jsonl, or leave it out")
+        manifest = _make(checkpoint, out, settings, threads)
+        if as_json:
+            typer.echo(json.dumps({"store": str(out), **report_json(manifest)}))
+        else:
+            print_report(manifest, out)
         return
-    print_report(manifest, out)
+    from lamella.quality.gate import check_store, differs, texts_for
+    from lamella.quality.show import print_quality
+    from lamella.store.manifest import MANIFEST_NAME, read_manifest
+
+    texts = None
+    if Path(checkpoint).suffix != ".gguf":  # whose tokenizer is in the store alone
+        texts = texts_for(checkpoint, check, check_tokens)  # hours of quantising must not end in a bad file name
+    if (out / MANIFEST_NAME).is_file():
+        given = [key for key in ("block_size", "double_quant", "kept_dtype", "formats") if _was_given(ctx, key)]
+        other = differs(checkpoint, out, settings, given)
+        if other:
+            raise UserError(f"is a store already, with {', '.join(other)}",
+                            fix="give another -o STORE, or leave these options out", path=out)  # fmt: skip
+        notice(f"{out} is finished: nothing is quantised again")
+        manifest = read_manifest(out)
+    else:
+        manifest = _make(checkpoint, out, settings, threads)
+    if not as_json:
+        print_report(manifest, out)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    quality = check_store(checkpoint, out, texts or texts_for(out, check, check_tokens), check_dtype.value)
+    if as_json:
+        typer.echo(json.dumps({"store": str(out), **report_json(manifest), "quality": quality.to_json()}))
+    else:
+        print_quality(quality)
+    if quality.verdict.level != "fine":
+        notice(f"WARNING: {quality.verdict.text} ({'; '.join(quality.verdict.reasons)})")
+        if strict:
+            raise typer.Exit(3)
+
+
+def _make(checkpoint: str, out: Path, settings: QuantizeSettings, threads: int | None) -> Manifest:
+    from lamella.models.check import check_checkpoint
+    from lamella.store.quantize import quantize_checkpoint
+
+    return quantize_checkpoint(checkpoint, out, settings, threads=threads, check=check_checkpoint)
+
+
+def _was_given(ctx: typer.Context, key: str) -> bool:
+    source = ctx.get_parameter_source(key)
+    return source is not None and source.name == "COMMANDLINE"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lamella.adapter import Adapter
+from lamella.engine.mixing import MixingTest
 from lamella.engine.values import Values
 from lamella.engine.walk import PAD_TOKENS, run_layer
 from lamella.engine.weights import bind_tensor, dtype_of
@@ -28,7 +29,7 @@ from lamella.models.binding import plan_binding
 from lamella.models.layout import PackedBatch
 from lamella.models.linear import FrozenLinear, LoraSite
 from lamella.models.pieces import ParamPlan
-from lamella.models.skeleton import LayerCall, Skeleton, load_config
+from lamella.models.skeleton import LayerCall, Skeleton
 
 HOLD_BYTES = 1 << 30
 """A layer of more bytes in the compute dtype has its experts read one at a time."""
@@ -92,6 +93,7 @@ class Frame:
         self._places = {name: places[id(tensor)] for name, tensor in named.items()}
         self._weightless = {name: tensor.detach() for name, tensor in named.items()}
         self._outer_of: object = None
+        self.mixing = MixingTest(skeleton)
 
     def bind_outer(self, owner: object, tensors: Mapping[str, Tensor] | None) -> None:
         """Bind an owner's tensors outside the layers, unless they are there; None: none."""
@@ -206,7 +208,7 @@ class LayerSource:
             return found
         for plan in self.plans.get(i, []):
             module, key = self.frame.layer_place(plan)
-            if len(plan.shape) == 3 and hasattr(module, "has_gate"):
+            if len(plan.shape) == 3 and hasattr(module, "has_gate") and all(len(p.at) != 2 for p in plan.pieces):
                 found.setdefault(module, ExpertValues({}, self.values)).plans[key] = plan
         return found
 
@@ -251,6 +253,14 @@ class LayerSource:
 
         self.room.bound = release
 
+    def test_mixing(self, i: int) -> None:
+        """See that layer `i`, which is bound, keeps texts apart, where that must be tried (`engine/mixing.py`)."""
+        if self.frame.mixing.wanted(i):
+            self.outer()
+            self.frame.mixing.run(i, torch.device("cpu"))
+            self.forget_outer()
+            self.room.forget_outer()
+
     def _hang(self, i: int) -> list[Callable[[], None]]:
         """Hang the adapter's pairs of layer `i` into its modules; gives what takes them out again."""
         undo: list[Callable[[], None]] = []
@@ -288,8 +298,8 @@ class SideBySide:
         self._frames: dict[str, Frame] = {}
 
     def add(self, name: str, values: Values, adapter: Path | None = None) -> LayerSource:
-        """One more model. Raises `UserError` as `LayerSource` and `load_config` do."""
-        config = load_config(values.path, values.tied)
+        """One more model. Raises `UserError` as `LayerSource` and `Values.config` do."""
+        config = values.config()
         structure = {key: value for key, value in config.to_dict().items() if key not in _NOT_STRUCTURE}
         key = json.dumps(structure, sort_keys=True, default=str)
         if key not in self._frames:
@@ -319,7 +329,7 @@ class SideBySide:
         """
         multiple = PAD_TOKENS if self.room.dtype == torch.bfloat16 else 1
         padded = [batch.padded(multiple) for batch in batches]
-        layouts = [AttentionLayout(batch) for batch in padded]
+        layouts = [AttentionLayout(batch, None, multiple) for batch in padded]
         calls: list[list[list[LayerCall]]] = []
         hidden: list[list[Tensor]] = []
         for source in self.sources:
@@ -332,6 +342,7 @@ class SideBySide:
         for i in range(len(self.sources[0].skeleton.layers)):
             for source, states, called in zip(self.sources, hidden, calls, strict=True):
                 source.layer(i)
+                source.test_mixing(i)
                 for k, layout in enumerate(layouts):
                     before = states[k]
                     states[k] = run_layer(source.skeleton, layout, i, before, called[k][i])

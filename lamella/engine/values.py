@@ -7,33 +7,36 @@ file is mapped while its group is at hand, so nothing of either stays in memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.source import Checkpoint
 from lamella.checkpoint.tied import find_tying
-from lamella.store.layout import TORCH_DTYPE
-from lamella.store.reader import GroupKey, PackedGroup, Store
-
-PIECE_BYTES = 16 << 20
-"""Of a checkpoint's tensor read at once."""
+from lamella.models.skeleton import config_of, load_config
+from lamella.store.manifest import TensorRecord
+from lamella.store.reader import GroupKey, PackedGroup, Store, in_order
 
 
 class Values(Protocol):
     """A model's tensors."""
 
     path: Path
-    """Folder with config.json."""
+    """For messages."""
     tied: bool
     """Whether the head is the embeddings."""
     shapes: Mapping[str, tuple[int, ...]]
     """Tensor -> shape."""
     fingerprint: str
     """Of the checkpoint that these are, or were made from."""
+
+    def config(self) -> PretrainedConfig:
+        """The model's, with the tying in effect. Raises `UserError` as `load_config` does."""
 
     def enter(self, group: GroupKey | None) -> None:
         """Tensors of this group are asked for next; what the group before held is let go. None: of no group."""
@@ -62,19 +65,22 @@ class CheckpointValues:
         """Raises `UserError` as `Checkpoint.open` does."""
         return cls(Checkpoint.open(source))
 
+    def config(self) -> PretrainedConfig:
+        return config_of(self.checkpoint.config, self.path / "config.json", self.tied)
+
     def enter(self, group: GroupKey | None) -> None:
         """Nothing is held from one tensor to the next."""
 
     def fill(self, name: str, first: int, out: Tensor) -> None:
         tensor, flat = self._tensors[name], out.view(-1)
-        dtype, size = getattr(torch, TORCH_DTYPE[tensor.dtype]), tensor.itemsize
-        step = PIECE_BYTES // size
-        buffer = torch.empty(min(step, flat.numel()) * size, dtype=torch.uint8)
+        step = self.checkpoint.piece(tensor)
+        buffer = torch.empty(min(step, flat.numel()))
         for start in range(0, flat.numel(), step):
             target = flat[start : start + step]
-            piece = buffer[: target.numel() * size]
-            self.checkpoint.read_into(tensor, (first + start) * size, memoryview(piece.numpy().data))
-            target.copy_(piece.view(dtype))
+            piece = target if target.dtype == torch.float32 else buffer[: target.numel()]
+            self.checkpoint.values(tensor, first + start, piece.numpy())
+            if piece is not target:
+                target.copy_(piece)
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -98,25 +104,36 @@ class StoreValues:
         """Raises `UserError` as `Store.open` does."""
         return cls(Store.open(path))
 
+    def config(self) -> PretrainedConfig:
+        return load_config(self.path, self.tied)
+
     def enter(self, group: GroupKey | None) -> None:
         if group != self._key:
             self._key, self._group = group, None if group is None else self.store.map(group)[0]
 
     def fill(self, name: str, first: int, out: Tensor) -> None:
         assert self._group is not None, "no group is at hand"
-        record, block = self._group.records[name], self._group.block_size
-        if record.format == "raw":
-            out.copy_(self._group.raw(name).view(-1)[first : first + out.numel()].view(out.shape))
-        elif out.numel() == record.numel:
+        record, block, n = self._group.records[name], self._group.block_of(name), out.numel()
+        if n == record.numel:
             self._group.dequantize(name, out)
-        elif first % block == 0 and out.numel() % block == 0:
+        elif first % block == 0 and n % block == 0 and not record.order:
             self._group.dequantize_slice(name, first, out.view(-1))
+        elif first % block == 0 and n % block == 0 and _by_first_axis(record, first, n):
+            shape = (n // prod(record.shape[1:]), *record.shape[1:])
+            stored = self._group.dequantize_slice(name, first, torch.empty(n, dtype=out.dtype))
+            out.view(shape).copy_(in_order(record, stored, shape))
         else:
             whole = self._group.dequantize(name, out.new_empty(record.numel))
-            out.copy_(whole[first : first + out.numel()].view(out.shape))
+            out.copy_(whole[first : first + n].view(out.shape))
 
     def close(self) -> None:
         self._key = self._group = None
+
+
+def _by_first_axis(record: TensorRecord, first: int, n: int) -> bool:
+    """Whether these values are whole entries of the first axis, which is the outermost as the tensor lies, too."""
+    each = prod(record.shape[1:])
+    return record.order[0] == 0 and first % each == 0 and n % each == 0
 
 
 class MixedValues:
@@ -134,6 +151,9 @@ class MixedValues:
         self.stored, self.plain, self.names = stored, plain, frozenset(names)
         self.path, self.tied, self.shapes = plain.path, plain.tied, plain.shapes
         self.fingerprint = plain.fingerprint
+
+    def config(self) -> PretrainedConfig:
+        return self.plain.config()
 
     def enter(self, group: GroupKey | None) -> None:
         self.stored.enter(group)

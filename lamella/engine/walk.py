@@ -26,6 +26,7 @@ from lamella.adapter import Adapter, SiteSpec
 from lamella.engine.boundary import Boundaries, GradientSums
 from lamella.engine.device import CudaCopier
 from lamella.engine.head import vocabulary_head, vocabulary_loss
+from lamella.engine.mixing import MixingTest
 from lamella.engine.pace import Pace
 from lamella.engine.stages import Peers, RankWork
 from lamella.engine.step import Routing, StepOutput, StepRun
@@ -36,6 +37,7 @@ from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
 from lamella.models.divided import Division
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
+from lamella.models.mixers import Kept
 from lamella.models.pieces import Cut
 from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
@@ -83,15 +85,18 @@ def run_layer(skeleton: Skeleton, layout: AttentionLayout, layer: int, hidden: T
     """One bound layer on the hidden states [1, T, H] of one micro-batch.
 
     Raises:
-        AttentionRefused: the layer does not attend through the interface, once.
+        AttentionRefused: the layer does not go once through the attention interface and each of its other mixers.
     """
-    calls = layout.calls
+    mixing = skeleton.mixing[layer]
+    calls, mixed, mixers = layout.calls, layout.mixed, len(mixing.mixers)
     with layout.use():
         out = skeleton.run_layer(layer, hidden, call)
-    if layout.calls != calls + 1:
+    attended = layout.calls - calls
+    if layout.mixed - mixed != mixers or attended > 1 or not (attended or mixing.tested):
         raise AttentionRefused(
-            f"layer {layer} ({type(skeleton.layers[layer]).__name__}) does not go through the attention interface once",
-            fix="linear attention and other mixers are not supported yet",
+            f"layer {layer} ({type(skeleton.layers[layer]).__name__}) goes {attended} times through the attention "
+            f"interface and {layout.mixed - mixed} times through its {mixers} other mixers, not once through each",
+            fix="this model family is not supported yet",
         )
     return out
 
@@ -128,7 +133,9 @@ class Walk:
         self.gradients = GradientSums(make_copier() if make_copier is not None else None, pin=cuda)
         self.head_weight = vocabulary_head(skeleton, weights.device)
         self._captured: list[Tensor] = []
+        self._blank = False  # a layer's weights may be zeros: it is run for its memory alone
         self.chosen_TK: Tensor | None = None
+        self.mixing = MixingTest(skeleton)
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
             module.register_forward_hook(lambda _m, _a, out, which=which: self._capture(out, which))
@@ -251,7 +258,7 @@ class Walk:
         keys = None
         if step_index is not None and self.adapter is not None and self.adapter.dropout > 0:
             keys = self._row_keys(batch, step_index)
-        return Item(batch, AttentionLayout(batch, cache), hidden, calls, keys)
+        return Item(batch, AttentionLayout(batch, cache, self._multiple), hidden, calls, keys)
 
     def _row_keys(self, batch: PackedBatch, step_index: int) -> Tensor:
         row_S = torch.tensor(batch.row_ids, dtype=torch.int64, device=batch.input_ids.device)
@@ -261,6 +268,8 @@ class Walk:
 
     def _run(self, item: Item, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """One layer on one micro-batch: output, and router logits where the layer has a router."""
+        if not self._blank and self.mixing.wanted(layer):
+            self.mixing.run(layer, self.weights.device)
         self._captured.clear()
         DropoutClock.row_keys_T = item.row_keys_T
         out = run_layer(self.skeleton, item.layout, layer, hidden, item.calls[layer])
@@ -324,8 +333,10 @@ class Walk:
 
         def run() -> tuple[Tensor, list[Tensor]]:
             before = [hits.clone() for hits in counts]
+            self._blank = True
             with nullcontext() if self.division is None else self.division.alone():
                 out, _ = self._run(item, layer, hidden)
+            self._blank = False
             for hits, old in zip(counts, before, strict=True):
                 hits.copy_(old)
             return out, [hidden, *leaves]
@@ -477,8 +488,10 @@ class Walk:
             return t
 
         hidden = item.hidden.detach().requires_grad_()
+        Kept.watch = pack
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             self._run(item, layer, hidden)
+        Kept.watch = None
         self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
 
     def forward_one(self, item: Item, i: int, trains: bool, keep: bool) -> Tensor | None:

@@ -30,6 +30,7 @@ from lamella.errors import UserError
 from lamella.kernels import attention as kernels
 from lamella.models import attention_cuda
 from lamella.models.layout import PackedBatch
+from lamella.models.padded import Rows, by_length
 
 NAME = "lamella"
 SHORT_CPU = 320
@@ -37,7 +38,6 @@ SHORT_CPU = 320
 tokens, 1.2 at 320, 0.7 at 1,024 (`python -m bench.attention`, one thread, bf16, 9 heads of 64)."""
 PATHS_USED: set[str] = set()
 """What has computed packed attention in this process so far: a kernel's name, or `torch`. For the receipt."""
-_MAX_PADDING = 1.3  # a group may compute at most this many rows per real row
 
 
 class AttentionRefused(UserError):
@@ -78,13 +78,18 @@ class AttentionLayout:
     Args:
         batch: the packed batch.
         cache: where keys and values of every layer are kept for later tokens, or None.
+        multiple: what rows of other mixers than attention are padded to (`mixers.Rows`).
+
+    Attributes:
+        calls, mixed: how many calls attention, and other mixers, had so far.
     """
 
     current: AttentionLayout | None = None
 
-    def __init__(self, batch: PackedBatch, cache: KVCache | None = None) -> None:
+    def __init__(self, batch: PackedBatch, cache: KVCache | None = None, multiple: int = 1) -> None:
         self.cache = cache
-        self.calls = 0
+        self.calls = self.mixed = 0
+        self.multiple = multiple
         self.batch = batch
         device = batch.input_ids.device
         lengths = batch.lengths
@@ -98,7 +103,7 @@ class AttentionLayout:
         if batch.is_tree:
             members = [[s] for s in range(len(lengths)) if lengths[s]]
         else:
-            members = _by_length(lengths)
+            members = by_length(lengths)
         offset = 0
         for group in members:
             longest = max(lengths[s] for s in group)
@@ -128,6 +133,11 @@ class AttentionLayout:
         """The same for the C kernels."""
         return kernels.Segments.of(self.batch.visible_until, self.batch.position_ids, self.batch.starts)
 
+    @cached_property
+    def rows(self) -> Rows:
+        """The same for mixers that run along rows."""
+        return Rows(self.batch, self.multiple)
+
     @contextmanager
     def use(self) -> Iterator[AttentionLayout]:
         """Make this the layout that `packed_attention` obeys."""
@@ -136,25 +146,6 @@ class AttentionLayout:
             yield self
         finally:
             AttentionLayout.current = before
-
-
-def _by_length(lengths: list[int]) -> list[list[int]]:
-    """Group sequences of similar length, keeping the order where all are alike."""
-    filled = [s for s in range(len(lengths)) if lengths[s]]
-    if len({lengths[s] for s in filled}) <= 1:
-        return [filled] if filled else []
-    groups: list[list[int]] = []
-    real = 0
-    for s in sorted(filled, key=lambda s: -lengths[s]):
-        if groups:
-            padded = lengths[groups[-1][0]] * (len(groups[-1]) + 1)
-            if padded <= _MAX_PADDING * (real + lengths[s]):
-                groups[-1].append(s)
-                real += lengths[s]
-                continue
-        groups.append([s])
-        real = lengths[s]
-    return groups
 
 
 class _Split(torch.autograd.Function):
@@ -373,6 +364,7 @@ class KVCache:
         self.rows, self.capacity = rows, capacity
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
+        self.inputs: dict[int, list[Tensor]] = {}  # of other mixers than attention
         self.row_T: Tensor = torch.zeros(0, dtype=torch.int64)
         self.position_T: Tensor = torch.zeros(0, dtype=torch.int64)
         self.decoding = False

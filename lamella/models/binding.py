@@ -46,7 +46,7 @@ def model_parameters(skeleton: Skeleton) -> dict[str, tuple[int | None, Tensor]]
 
 @cache
 def _numbered(pattern: str) -> re.Pattern[str]:
-    before, _, after = pattern.partition("*")
+    before, _, after = pattern.replace("\\.", ".").partition("*")
     return re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
 
 
@@ -73,6 +73,8 @@ def _place(
         part = converter.source_patterns.index(pattern)
         rows = shapes[source][0]
         return Piece(source, (_source_number(key, pattern), part * rows, (part + 1) * rows))
+    if kinds == [Concatenate] and dims[0] == 0:
+        return Piece(source, (converter.source_patterns.index(pattern), -1))  # its rows are told when all parts are known
     raise UserError(f"{source}: this family's weights need {' + '.join(k.__name__ for k in kinds)}, which is not supported",
                     fix="this model family is not supported yet")  # fmt: skip
 
@@ -114,6 +116,8 @@ def plan_binding(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], wher
             renamed, _ = rename_source_key(source, renamings, [])
             piece = _place(renamed, pattern, _converter_for(converters, pattern), shapes, source)
         plans[key].pieces.append(piece)
+    for plan in plans.values():
+        _stack(plan, shapes)
     _check(plans, shapes, where)
     return plans
 
@@ -141,6 +145,17 @@ class SourceNames:
         return key, _source_number(renamed, pattern), converter.source_patterns.index(pattern)
 
 
+def _stack(plan: ParamPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give tensors that are stacked to one parameter their rows, in the converter's order."""
+    if any(len(piece.at) != 2 for piece in plan.pieces):
+        return
+    first = 0
+    for at, piece in enumerate(sorted(plan.pieces, key=lambda p: p.at)):
+        rows = shapes[piece.source][0]
+        plan.pieces[at] = Piece(piece.source, (first, first + rows))
+        first += rows
+
+
 def _tied_names(skeleton: Skeleton, parameters: Mapping[str, Any]) -> set[str]:
     return {name for name in skeleton.model.state_dict() if name not in parameters}
 
@@ -149,7 +164,7 @@ def _check(plans: Mapping[str, ParamPlan], shapes: Mapping[str, tuple[int, ...]]
     for plan in plans.values():
         filled = 0
         for piece in plan.pieces:
-            if piece.at and (len(plan.shape) != 3 or piece.at[0] >= plan.shape[0]):
+            if len(piece.at) in (1, 3) and (len(plan.shape) != 3 or piece.at[0] >= plan.shape[0]):
                 raise UserError(f"{piece.source}: expert {piece.at[0]} does not fit {plan.name} {list(plan.shape)}",
                                 path=where or None, fix="config.json and weights disagree on the number of experts")  # fmt: skip
             shape = piece.shape(plan.shape)

@@ -30,7 +30,7 @@ class Fused(nn.Module):
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
         self.__dict__["own"] = own  # not a child: names stay as they were
-        for kind in ("_parameters", "_buffers", "_modules"):
+        for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[kind] = own.__dict__[kind]
         self.training = own.training
 

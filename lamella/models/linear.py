@@ -162,10 +162,13 @@ class _PlainLinear(torch.autograd.Function):
 class FrozenLinear(nn.Linear):
     """An `nn.Linear` whose weight is bound and unbound by the engine, with an optional LoRA site.
 
+    `bypassed`: the family uses the weight and never calls the layer, so a LoRA pair would do nothing.
+
     `in_features` and `out_features` are the model's; the bound weight, bias and LoRA pair may be a rank's part of them.
     """
 
     lora: LoraSite | None = None
+    bypassed = False
 
     @classmethod
     def like(cls, linear: nn.Linear) -> FrozenLinear:

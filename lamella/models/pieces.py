@@ -11,7 +11,8 @@ from torch import Tensor
 class Piece:
     """One stored tensor and the contiguous run of a parameter that it fills.
 
-    `at` indexes the parameter: () whole; (e,) one expert; (e, first, last) rows first..last-1 of expert e.
+    `at` indexes the parameter: () whole; (first, last) its rows first..last-1; (e,) one expert; (e, first, last) rows
+    first..last-1 of expert e.
     """
 
     source: str
@@ -20,12 +21,16 @@ class Piece:
     def view(self, parameter: Tensor) -> Tensor:
         if len(self.at) == 3:
             return parameter[self.at[0], self.at[1] : self.at[2]]
+        if len(self.at) == 2:
+            return parameter[self.at[0] : self.at[1]]
         return parameter[self.at[0]] if self.at else parameter
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Of `view` on a parameter of this shape."""
         if len(self.at) == 3:
             return (len(range(whole[1])[self.at[1] : self.at[2]]), *whole[2:])
+        if len(self.at) == 2:
+            return (len(range(whole[0])[self.at[0] : self.at[1]]), *whole[1:])
         return whole[1:] if self.at else whole
 
 

@@ -10,6 +10,7 @@ hidden states: final norms, tied heads and soft caps come along by themselves.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm
 from lamella.models.linear import FrozenLinear
+from lamella.models.mixers import mark_bypassed, stand_in
 from lamella.models.prove import Report, fuse
 
 
@@ -53,6 +55,7 @@ class _Stub(nn.Module):
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its weights are not the model's any more
         self.returns_tuple = False
+        self.returns_pair = False
         self.call: LayerCall | None = None
         self.answer: Tensor | None = None
 
@@ -67,6 +70,8 @@ class _Stub(nn.Module):
             raise _TupleWanted
         self.call = LayerCall(args, kwargs)
         hidden = hidden_states if self.answer is None else self.answer
+        if self.returns_pair:
+            return hidden, None
         return (hidden,) if self.returns_tuple else hidden
 
 
@@ -82,12 +87,22 @@ def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> Pretra
     return read_config(folder / "config.json", tie_word_embeddings)
 
 
+def _special_floats(found: dict[str, Any]) -> Any:
+    """transformers writes infinities and NaN as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def read_config(file: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
     """`load_config` of a file under any name."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_floats)
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"cannot be read: {error}", path=file, fix="give a folder with a valid config.json") from error
+    return config_of(raw, file, tie_word_embeddings)
+
+
+def config_of(raw: Mapping[str, Any], file: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
+    """`load_config` of a config.json's content; `file` is named in errors."""
     if "model_type" not in raw:
         raise UserError("config.json names no model_type", path=file, fix="use a Hugging Face model folder")
     try:
@@ -116,6 +131,7 @@ class Skeleton:
         model: the transformers model with stubs for layers.
         layers: the real decoder layers, weightless.
         prefix: dotted name of the layer list, e.g. `model.layers`.
+        mixing: per layer, how it mixes tokens.
         fused: what `fuse` replaced and what it left alone.
     """
 
@@ -142,10 +158,12 @@ class Skeleton:
         self.layers: list[nn.Module] = list(layers)
         for layer in self.layers:
             _freeze_linears(layer)
+            mark_bypassed(layer, int(config.hidden_size))
         parent, _, last = self.prefix.rpartition(".")
         self.stubs = [_Stub(layer) for layer in self.layers]
         setattr(self.model.get_submodule(parent), last, nn.ModuleList(self.stubs))
         self.materialize_buffers()
+        self.mixing = [stand_in(layer) for layer in self.layers]
         self.fused = Report()
 
     def fuse(self) -> None:
@@ -169,18 +187,21 @@ class Skeleton:
     def materialize_buffers(self) -> None:
         """Give non-persistent buffers (rotary tables, embedding scales) their values; they are in no checkpoint."""
         modules = [*self.model.modules(), *(m for layer in self.layers for m in layer.modules())]
+        made: list[tuple[nn.Module, list[str]]] = []
         for module in modules:
             names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+            made += [(module, names)] if names else []
             for name in names:
                 buffer = cast(Tensor, module._buffers[name])
                 module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype) if (
                     buffer.is_floating_point()) else torch.zeros(buffer.shape, dtype=buffer.dtype)  # fmt: skip
-            if names:
-                self.model._init_weights(module)
-                bad = [n for n in names if not torch.isfinite(cast(Tensor, module._buffers[n])).all()]
-                if bad:
-                    raise UserError(f"{type(module).__name__}: buffer {bad[0]} has no initialiser",
-                                    fix="this family is not supported yet")  # fmt: skip
+        for module in (*(module for module, _ in made), self.model.base_model):  # some families' models fill their layers'
+            self.model._init_weights(module)
+        for module, names in made:
+            bad = [n for n in names if not torch.isfinite(cast(Tensor, module._buffers[n])).all()]
+            if bad:
+                raise UserError(f"{type(module).__name__}: buffer {bad[0]} has no initialiser",
+                                fix="this family is not supported yet")  # fmt: skip
 
     def prologue(self, input_ids_T: Tensor, position_ids_T: Tensor) -> tuple[Tensor, list[LayerCall]]:
         """Embed tokens and learn how each layer is called.
@@ -197,6 +218,12 @@ class Skeleton:
             out = self._base(input_ids_T, position_ids_T)
         except _TupleWanted:
             out = None
+        except ValueError as error:  # `hidden, weights = layer(...)` of a bare [1, T, H]
+            if self.stubs[0].returns_pair or "unpack" not in str(error):
+                raise
+            for stub in self.stubs:
+                stub.returns_pair = True
+            return self.prologue(input_ids_T, position_ids_T)
         finally:
             handle.remove()
         if out is None or out.dim() == 2:

@@ -31,7 +31,7 @@ SMALL_PARAMETERS = 2_000_000_000
 """Up to this size `auto` computes in fp32: then nothing but the weights differs."""
 MICRO_BATCH_TOKENS = 4096
 LOGITS_BYTES = 64 << 20
-"""Of one model's fp64 log-probabilities at once."""
+"""Of one model's fp32 logits at once."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Divergence:
 
     Attributes:
         texts: how many; tokens: positions compared, one less than the tokens of each text.
-        kl_mean: KL(a || b), nats per token; kl_error: its standard error over positions; kl_p99: 99th percentile.
+        kl_mean: KL(a || b), nats per token; kl_error: its standard error over positions, None of a single one; kl_p99: 99th percentile.
         top1_agreement: share of positions where both find the same token the likeliest.
         perplexity_a, perplexity_b: of the texts.
         largest_logit_difference: over all positions and the vocabulary.
@@ -75,7 +75,7 @@ class Divergence:
     texts: int
     tokens: int
     kl_mean: float
-    kl_error: float
+    kl_error: float | None
     kl_p99: float
     top1_agreement: float
     perplexity_a: float
@@ -85,6 +85,29 @@ class Divergence:
     @property
     def perplexity_ratio(self) -> float:
         return self.perplexity_b / self.perplexity_a
+
+
+class _Rows:
+    """One model's logits at some positions, and their normaliser: fp32, sums in fp64.
+
+    log sum exp z = m + log sum exp(z - m), m the largest: every term is at most 1, so fp32 exponentials and an fp64 sum give it
+    to 1e-7, where an fp32 logarithm of the whole would round to 2e-6.
+    """
+
+    def __init__(self, source: LayerSource, hidden_NH: Tensor) -> None:
+        self.logits_NV = source.logits(hidden_NH).float()
+        top_N1, top1_N1 = self.logits_NV.max(-1, keepdim=True)
+        self.top1_N = top1_N1[:, 0]
+        self.exp_NV = (self.logits_NV - top_N1).exp_()
+        self.sum_N = self.exp_NV.sum(-1, dtype=torch.float64)
+        self.normaliser_N = top_N1[:, 0].double() + self.sum_N.log()
+        if not bool(self.normaliser_N.isfinite().all()):
+            raise UserError(f"{source.name}: the head gives logits that are not numbers",
+                            fix="look for broken weights outside the layers (`lamella store verify`)", path=source.values.path)  # fmt: skip
+
+    def nll(self, target_N: Tensor) -> float:
+        """Summed -log p of these tokens."""
+        return float((self.normaliser_N - self.logits_NV.gather(1, target_N[:, None])[:, 0].double()).sum())
 
 
 @dataclass
@@ -97,29 +120,34 @@ class _Tally:
     nll_b: float = 0.0
     largest: float = 0.0
 
-    def add(self, logits_a_NV: Tensor, logits_b_NV: Tensor, target_N: Tensor) -> None:
-        self.largest = max(self.largest, float((logits_a_NV - logits_b_NV).abs().max()))
-        self.same += int((logits_a_NV.argmax(-1) == logits_b_NV.argmax(-1)).sum())
-        a_NV = torch.log_softmax(logits_a_NV.double(), dim=-1)
-        b_NV = torch.log_softmax(logits_b_NV.double(), dim=-1)
-        self.nll_a -= float(a_NV.gather(1, target_N[:, None]).sum())
-        self.nll_b -= float(b_NV.gather(1, target_N[:, None]).sum())
-        b_NV = torch.sub(a_NV, b_NV, out=b_NV)
-        # where p is 0 its term is 0, also where a family forbids tokens with logits of -inf in both models
-        terms_NV = torch.where(a_NV.isneginf(), 0.0, a_NV.exp_() * b_NV)
-        self.kl.append(terms_NV.sum(-1))
+    def add(self, a: _Rows, b: _Rows, target_N: Tensor) -> None:
+        """KL = sum p_a (z_a - z_b) - lse_a + lse_b"""
+        self.same += int((a.top1_N == b.top1_N).sum())
+        self.nll_a += a.nll(target_N)
+        self.nll_b += b.nll(target_N)
+        difference_NV = torch.sub(a.logits_NV, b.logits_NV, out=b.exp_NV)
+        difference_NV.nan_to_num_(nan=0.0)  # tokens that a family forbids have -inf in both
+        low, high = difference_NV.aminmax()
+        self.largest = max(self.largest, -float(low), float(high))
+        mean_N = difference_NV.mul_(a.exp_NV).sum(-1, dtype=torch.float64) / a.sum_N
+        self.kl.append(mean_N - a.normaliser_N + b.normaliser_N)
 
     def result(self, texts: int) -> Divergence:
         kl_N = torch.cat(self.kl)
         tokens = kl_N.numel()
         return Divergence(
             texts=texts, tokens=tokens, kl_mean=float(kl_N.mean()),
-            kl_error=float(kl_N.std() / math.sqrt(tokens)) if tokens > 1 else math.inf,
+            kl_error=float(kl_N.std() / math.sqrt(tokens)) if tokens > 1 else None,
             kl_p99=float(kl_N.quantile(0.99)) if tokens <= 1 << 24 else float(kl_N.kthvalue(math.ceil(0.99 * tokens))[0]),
             top1_agreement=self.same / tokens,
-            perplexity_a=math.exp(self.nll_a / tokens), perplexity_b=math.exp(self.nll_b / tokens),
+            perplexity_a=_perplexity(self.nll_a / tokens), perplexity_b=_perplexity(self.nll_b / tokens),
             largest_logit_difference=self.largest,
         )  # fmt: skip
+
+
+def _perplexity(nll: float) -> float:
+    """Of a mean in nats; a broken model's stays a finite number, which JSON can hold."""
+    return math.exp(min(nll, 700.0))
 
 
 def divergence(
@@ -164,14 +192,21 @@ def divergences(
         sources = [side.add(_title(models[name]), values, models[name].adapter) for name, values in opened.items()]
         packed = [[rows[i] for i in group] for group in pack_lengths([len(ids) for ids, _ in rows], micro_batch_tokens)]
         batches = [pack_rows(group) for group in packed]
-        passes = len(sources) * (len(sources[0].skeleton.layers) + 1)  # the head counts as one more layer
+        head = _head_layers(sources[0])
+        passes = len(sources) * (len(sources[0].skeleton.layers) + head)
         hidden = side.hidden(batches, lambda tokens: advance(tokens / passes))
-        tallies = _compare(sources, hidden, batches, lambda tokens: advance(tokens * len(sources) / passes))
+        tallies = _compare(sources, hidden, batches, lambda tokens: advance(tokens * len(sources) * head / passes))
         return {name: tally.result(len(rows)) for name, tally in zip(others, tallies, strict=True)}
     finally:
         side.close()
         for values in opened.values():
             values.close()
+
+
+def _head_layers(source: LayerSource) -> float:
+    """Layers that the head is worth, for the time left."""
+    config = source.skeleton.config
+    return int(config.vocab_size) * int(config.hidden_size) * source.room.dtype.itemsize / source.layer_bytes(0)
 
 
 def _title(model: Model) -> str:
@@ -221,14 +256,14 @@ def _compare(
 ) -> list[_Tally]:  # fmt: skip
     """The first source's distributions beside each other one's, some positions at a time."""
     tallies = [_Tally() for _ in sources[1:]]
-    rows = max(16, LOGITS_BYTES // (8 * int(sources[0].skeleton.config.vocab_size)))
+    rows = max(16, LOGITS_BYTES // (4 * int(sources[0].skeleton.config.vocab_size)))
     for k, batch in enumerate(batches):
         for start in range(0, batch.score_positions.numel(), rows):
             position_N = batch.score_positions[start : start + rows]
             target_N = batch.score_tokens[start : start + rows]
-            logits_a_NV = sources[0].logits(hidden[0][k][position_N]).float()
+            base = _Rows(sources[0], hidden[0][k][position_N])
             for number, tally in enumerate(tallies, 1):
-                tally.add(logits_a_NV, sources[number].logits(hidden[number][k][position_N]).float(), target_N)
+                tally.add(base, _Rows(sources[number], hidden[number][k][position_N]), target_N)
             done(batch.tokens * position_N.numel() / batch.score_positions.numel())
     return tallies
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ class QuantizeSettings:
     """Quantise the scales themselves to 8 bits."""
     kept_dtype: Literal["source", "bf16"] = "source"
     """Dtype of float tensors that stay unquantised."""
-    formats: Formats = Formats()
+    formats: Formats = field(default_factory=Formats)
     """What other formats than NF4 were asked for."""
 
 
@@ -77,7 +77,7 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     """
     layout = checkpoint.layout
     tying = find_tying(checkpoint)
-    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop, lambda t: checkpoint.native(t))
+    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop, checkpoint.native)
     notices = [tying.conflict] if tying.conflict else []
     notices += checkpoint.notices
     notices += defaulted(checkpoint.config, checkpoint.path)
@@ -203,9 +203,7 @@ def _stream(
     total = sum(planned.tensor.nbytes for group in pending for planned in group.tensors)
     with progress("quantise", total, "B") as meter:
         try:
-            run_pipeline(
-                checkpoint, plan.groups, journal, advance=meter.advance, threads=threads
-            )
+            run_pipeline(checkpoint, plan.groups, journal, advance=meter.advance, threads=threads)
         except KeyboardInterrupt:
             notice("stopped; the same command goes on where it was")
             raise

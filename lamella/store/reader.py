@@ -234,20 +234,19 @@ def block_of(record: TensorRecord, default: int) -> int:
     return default if record.block_size is None else record.block_size
 
 
-def in_order(record: TensorRecord, stored: Tensor) -> Tensor:
-    """A view in the tensor's own shape of values in the order in which they lie."""
+def in_order(record: TensorRecord, stored: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A view in the tensor's own shape of values in the order in which they lie. `shape`: of a part of it."""
+    shape = record.shape if shape is None else shape
     if not record.order:
-        return stored.view(record.shape)
+        return stored.view(shape)
     back = sorted(range(len(record.order)), key=record.order.__getitem__)
-    return stored.view(record.stored_shape).permute(back)
+    return stored.view([shape[axis] for axis in record.order]).permute(back)
 
 
 def _side_by_side(records: Sequence[TensorRecord], block_size: int) -> bool:
     """Whether these nf4 tensors can be dequantised as one: codes without gaps, other parts at even distances."""
     first = records[0]
     if any(r.format != "nf4" or r.shape != first.shape or r.block_size != first.block_size for r in records):
-        return False
-    if len({r.parts.get("absmax_code") for r in records}) > 1:  # a source's own maps
         return False
     if first.numel % block_size or ("absmax2" in first.parts and first.numel // block_size % 256):
         return False

@@ -14,11 +14,15 @@ from lamella.errors import UserError
 from lamella.models.layout import pack_rows
 from lamella.quality.divergence import Base, Stored, divergence, divergences, stored_names
 from tests.conftest import random_rows
+from tests.engine.test_mixers import MIXERS
 from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import load_reference, peft_model
 
 TEXTS = [ids for ids, _ in random_rows([9, 23, 2, 14])]
-CONFIGS = {"dense": dense_config, "moe": moe_config, "tied": lambda: dense_config(tie_word_embeddings=True)}
+CONFIGS = {
+    "dense": dense_config, "moe": moe_config, "tied": lambda: dense_config(tie_word_embeddings=True),
+    "linear attention": MIXERS["qwen3_next"],
+}  # fmt: skip
 
 
 def plain_divergence(model_a, model_b, texts):
@@ -72,7 +76,7 @@ def test_base_and_store_as_transformers_has_them(name, references):
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_an_adapter_on_its_store_as_peft_has_it(name, references, tmp_path):
-    checkpoint, store, plain, dequantised = references(name)
+    _, store, _, dequantised = references(name)
     side = SideBySide(torch.float32)
     adapter = Adapter.create(side.add("store", StoreValues.open(store)).skeleton, LoraConfig(rank=4), seed=1)
     for key, p in adapter.parameters().items():
@@ -179,7 +183,7 @@ def test_models_that_do_not_belong_together_are_refused(references, tmp_path):
     with pytest.raises(UserError, match="was made from a checkpoint with fingerprint"):
         divergence(Base(checkpoint), Stored(store, only=frozenset(), base=other), TEXTS)
     wide = write_checkpoint(tmp_path / "wide", dense_config(vocab_size=600))
-    with pytest.raises(UserError, match="vocab_size 600, .* has 512"):
+    with pytest.raises(UserError, match=r"vocab_size 600, .* has 512"):
         divergence(Base(checkpoint), Base(wide), TEXTS)
     with pytest.raises(UserError, match="no text of two tokens"):
         divergence(Base(checkpoint), Stored(store), [[3], []])
