@@ -24,5 +24,6 @@ def write_mxfp4(path: Path, config, *, seed: int = 0) -> Path:
         else:
             tensors[name] = x
     tree = json.loads(config.to_json_string(use_diff=False))
+    tree["dtype"] = "bfloat16"
     tree["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     return write_tensors(path, tree, tensors)
