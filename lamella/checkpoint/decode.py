@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamella.checkpoint.fp8 import Fp8
+from lamella.checkpoint.gguf_decode import Gguf
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.mxfp4 import Mxfp4
 from lamella.checkpoint.numbers import Floats, decode
@@ -45,4 +46,6 @@ def decoder_of(tensor: TensorInfo, read: Read) -> Decoder:
         return Fp8(tensor, read)
     if method == "mxfp4":
         return Mxfp4(tensor, read)
+    if method == "gguf":
+        return Gguf(tensor, read)
     raise AssertionError(f"{tensor.name} is packed as {method}")
