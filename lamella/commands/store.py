@@ -64,6 +64,9 @@ def synth(
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
     block_size: Annotated[int, typer.Option(help="Elements per scale, a power of two from 32 to 4096.")] = 64,
     double_quant: Annotated[bool, typer.Option(help="Quantise the scales themselves to 8 bits.")] = True,
+    formats: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="quantize.toml, as of `lamella quantize`.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Files written at once; all cores by default.")] = None,
     as_json: _Json = False,
 ) -> None:
@@ -76,14 +79,16 @@ def synth(
 
     from lamella.models.names import checkpoint_shapes
     from lamella.models.skeleton import Skeleton, read_config
+    from lamella.store.formats import Formats, read_formats
     from lamella.store.quantize import QuantizeSettings
     from lamella.store.report import print_report, report_json
     from lamella.store.synth import synthesize_store
 
+    asked = Formats() if formats is None else read_formats(formats)
     manifest = synthesize_store(
         config, store, lambda file: checkpoint_shapes(Skeleton(read_config(file), torch.bfloat16)),
-        QuantizeSettings(block_size=block_size, double_quant=double_quant), seed=seed, share_layers=share_layers,
-        threads=threads,
+        QuantizeSettings(block_size=block_size, double_quant=double_quant, formats=asked), seed=seed,
+        share_layers=share_layers, threads=threads,
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps({"store": str(store), **report_json(manifest)}))

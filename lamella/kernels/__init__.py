@@ -1,4 +1,4 @@
-"""NF4 quantise and dequantise, and dropout masks; one dispatch. Knows no models.
+"""NF4, MXFP4 and int8: quantise and dequantise; dropout masks; one dispatch. Knows no models.
 
 CPU tensors go to the C kernels (AVX-512, AVX2 or portable, by what the machine has), built on first
 use if need be; without a compiler, plain torch is used and says so. CUDA tensors go to the Triton kernels
@@ -25,8 +25,9 @@ from lamella.kernels.layout import AbsmaxRun, AbsmaxState
 from lamella.kernels.library import ISAS, CpuKernels, load
 
 __all__ = [
-    "BACKENDS", "AbsmaxRun", "AbsmaxState", "backend", "by_triton", "cuda_backend", "dequantize_absmax", "dequantize_nf4",
-    "dequantize_nf4_many", "dequantize_nf4_run", "keep_mask", "quantize_absmax", "quantize_nf4", "resolve",
+    "BACKENDS", "AbsmaxRun", "AbsmaxState", "backend", "by_triton", "cuda_backend", "dequantize_absmax",
+    "dequantize_int8", "dequantize_mxfp4", "dequantize_nf4", "dequantize_nf4_many", "dequantize_nf4_run", "keep_mask",
+    "quantize_absmax", "quantize_int8", "quantize_mxfp4", "quantize_nf4", "resolve",
 ]  # fmt: skip
 
 BACKENDS = ("c-avx512", "c-avx2", "c-portable", "torch")
@@ -64,6 +65,35 @@ class Kernels(Protocol):
 
     def dequantize_nf4_many(
         self, base: Tensor, jobs: Tensor, out: Tensor, block_size: int = 64, *, threads: int | None = None
+    ) -> Tensor: ...
+
+    def quantize_mxfp4(
+        self, x: Tensor, *, codes: Tensor | None = None, scales: Tensor | None = None, threads: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def dequantize_mxfp4(
+        self, codes: Tensor, scales: Tensor, out: Tensor, *, stream: bool | None = None, threads: int | None = None
+    ) -> Tensor: ...
+
+    def quantize_int8(
+        self,
+        x: Tensor,
+        block_size: int = 64,
+        *,
+        codes: Tensor | None = None,
+        scales: Tensor | None = None,
+        threads: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def dequantize_int8(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out: Tensor,
+        block_size: int = 64,
+        *,
+        stream: bool | None = None,
+        threads: int | None = None,
     ) -> Tensor: ...
 
     def keep_mask(self, row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor: ...
@@ -127,9 +157,9 @@ def by_triton(device: torch.device) -> bool:
 
 def _for(device: torch.device) -> Kernels:
     if by_triton(device):
-        from lamella.kernels.triton import nf4
+        from lamella.kernels.triton import formats
 
-        return cast(Kernels, nf4)
+        return cast(Kernels, formats)
     return _resolved()[1] if device.type == "cpu" else reference
 
 
@@ -245,6 +275,102 @@ def dequantize_nf4_many(
         `out`, bit for bit as tensor by tensor.
     """
     return _resolved()[1].dequantize_nf4_many(base, jobs, out, block_size, threads=threads)
+
+
+def quantize_mxfp4(
+    x: Tensor, *, codes: Tensor | None = None, scales: Tensor | None = None, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise to MXFP4 in flat blocks of 32.
+
+    The scale is the OCP specification's, 2^(floor(log2(absmax)) - 2), at least 2^-127 (so for a block of zeros too). Values
+    go to the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 times the scale, ties to the even code; beyond 6 they saturate.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape, n > 0 elements; taken flat.
+        codes: buffer to write, uint8 [ceil(n / 2)], low nibble first; made if None.
+        scales: buffer to write, uint8 (e8m0) [ceil(n / 32)]; made if None.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        (codes, scales).
+
+    Raises:
+        UserError: as `quantize_nf4`.
+    """
+    return _for(x.device).quantize_mxfp4(x, codes=codes, scales=scales, threads=threads)
+
+
+def dequantize_mxfp4(
+    codes: Tensor, scales: Tensor, out: Tensor, *, stream: bool | None = None, threads: int | None = None
+) -> Tensor:
+    """Fill `out` with value[code] * 2^(scale - 127), computed in fp32 and rounded to nearest even.
+
+    Args:
+        codes: uint8 [ceil(n / 2)], e2m1, low nibble first.
+        scales: uint8 [ceil(n / 32)], e8m0; 255, its NaN, counts as infinity.
+        out: fp32, bf16 or fp16, contiguous, n elements.
+        stream, threads: as `dequantize_nf4`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    return _for(codes.device).dequantize_mxfp4(codes, scales, out, stream=stream, threads=threads)
+
+
+def quantize_int8(
+    x: Tensor,
+    block_size: int = 64,
+    *,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise to int8 in flat blocks: scale = absmax / 127, code = x / scale to the nearest, ties to even.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape, n > 0 elements; taken flat.
+        block_size: 1 or more; a row's length gives one scale a row.
+        codes: buffer to write, int8 [n]; made if None.
+        scales: buffer to write, fp32 [ceil(n / block_size)]; made if None.
+        threads: CPU threads; None: torch's.
+
+    Returns:
+        (codes, scales).
+
+    Raises:
+        UserError: as `quantize_nf4`.
+    """
+    return _for(x.device).quantize_int8(x, block_size, codes=codes, scales=scales, threads=threads)
+
+
+def dequantize_int8(
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    block_size: int = 64,
+    *,
+    stream: bool | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """Fill `out` with code * scale, computed in fp32 and rounded to nearest even.
+
+    Args:
+        codes: int8 [n].
+        scales: fp32 [ceil(n / block_size)].
+        out: fp32, bf16 or fp16, contiguous, n elements.
+        block_size: as when quantised.
+        stream, threads: as `dequantize_nf4`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: parts whose sizes do not belong together.
+    """
+    return _for(codes.device).dequantize_int8(codes, scales, out, block_size, stream=stream, threads=threads)
 
 
 def keep_mask(row_keys: Tensor, columns: int, p: float, *, threads: int | None = None) -> Tensor:

@@ -1,8 +1,13 @@
-"""The NF4 format: table, block layout, double quantisation state, and the checks every path shares.
+"""The formats: tables, block layouts, double quantisation state, and the checks every path shares.
 
-Source: QLoRA (Dettmers et al. 2023), appendix E; layout as in bitsandbytes: the flattened tensor in
+NF4: QLoRA (Dettmers et al. 2023), appendix E; layout as in bitsandbytes: the flattened tensor in
 blocks, one fp32 absmax a block, two 4-bit codes a byte, high nibble first. With an odd count the
 last low nibble is 7, the code of zero.
+
+MXFP4: OCP Microscaling Formats (MX) v1.0; the flattened tensor in blocks of 32, one e8m0 scale a block, two e2m1 codes a
+byte, low nibble first (as GPT-OSS stores them). With an odd count the last high nibble is 0.
+
+int8: the flattened tensor in blocks of any length, one fp32 scale a block, symmetric codes.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ NF4_TABLE = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+MXFP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_BLOCK = 32
+INT8_MAX = 127.0
 ABSMAX_FLOOR = 1e-38
 """Smallest divisor of a block; a partial last block of zeros also stores it."""
 ABSMAX_BLOCK = 256
@@ -121,8 +129,7 @@ def check_state(state: AbsmaxState, blocks: int, device: torch.device) -> None:
     check_part("offset", state.offset, torch.float32, 1, device)
 
 
-def check_source(x: Tensor, block_size: int) -> None:
-    check_block_size(block_size)
+def check_source(x: Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise UserError(f"cannot quantize {x.dtype}", fix="the tensor must be fp32, bf16 or fp16")
     if x.numel() == 0:
@@ -131,7 +138,8 @@ def check_source(x: Tensor, block_size: int) -> None:
 
 def prepare_quantize(x: Tensor, block_size: int, codes: Tensor | None, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
     """Check the source and the given buffers; make those not given."""
-    check_source(x, block_size)
+    check_block_size(block_size)
+    check_source(x)
     n, blocks = x.numel(), block_count(x.numel(), block_size)
     codes = torch.empty((n + 1) // 2, dtype=torch.uint8, device=x.device) if codes is None else codes
     absmax = torch.empty(blocks, dtype=torch.float32, device=x.device) if absmax is None else absmax
@@ -140,12 +148,57 @@ def prepare_quantize(x: Tensor, block_size: int, codes: Tensor | None, absmax: T
     return codes, absmax
 
 
-def check_dequantize(codes: Tensor, absmax: Tensor | AbsmaxState, out: Tensor, block_size: int) -> None:
-    check_block_size(block_size)
+def prepare_mxfp4(x: Tensor, codes: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `prepare_quantize`."""
+    check_source(x)
+    n, blocks = x.numel(), block_count(x.numel(), MXFP4_BLOCK)
+    codes = torch.empty((n + 1) // 2, dtype=torch.uint8, device=x.device) if codes is None else codes
+    scales = torch.empty(blocks, dtype=torch.uint8, device=x.device) if scales is None else scales
+    check_part("codes", codes, torch.uint8, (n + 1) // 2, x.device)
+    check_part("scales", scales, torch.uint8, blocks, x.device)
+    return codes, scales
+
+
+def prepare_int8(x: Tensor, block_size: int, codes: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `prepare_quantize`; blocks of any length."""
+    check_source(x)
+    check_int8_block(block_size)
+    n, blocks = x.numel(), block_count(x.numel(), block_size)
+    codes = torch.empty(n, dtype=torch.int8, device=x.device) if codes is None else codes
+    scales = torch.empty(blocks, dtype=torch.float32, device=x.device) if scales is None else scales
+    check_part("codes", codes, torch.int8, n, x.device)
+    check_part("scales", scales, torch.float32, blocks, x.device)
+    return codes, scales
+
+
+def check_int8_block(block_size: int) -> None:
+    if block_size < 1:
+        raise UserError(f"block size {block_size} is less than 1", fix="use 64")
+
+
+def check_output(out: Tensor, device: torch.device) -> None:
     if out.dtype not in FLOAT_DTYPES:
         raise UserError(f"cannot dequantize into {out.dtype}", fix="use fp32, bf16 or fp16")
+    check_part("out", out, out.dtype, out.numel(), device)
+
+
+def check_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    check_output(out, codes.device)
+    check_part("codes", codes, torch.uint8, (out.numel() + 1) // 2, codes.device)
+    check_part("scales", scales, torch.uint8, block_count(out.numel(), MXFP4_BLOCK), codes.device)
+
+
+def check_int8(codes: Tensor, scales: Tensor, out: Tensor, block_size: int) -> None:
+    check_int8_block(block_size)
+    check_output(out, codes.device)
+    check_part("codes", codes, torch.int8, out.numel(), codes.device)
+    check_part("scales", scales, torch.float32, block_count(out.numel(), block_size), codes.device)
+
+
+def check_dequantize(codes: Tensor, absmax: Tensor | AbsmaxState, out: Tensor, block_size: int) -> None:
+    check_block_size(block_size)
+    check_output(out, codes.device)
     n, blocks = out.numel(), block_count(out.numel(), block_size)
-    check_part("out", out, out.dtype, n, codes.device)
     check_part("codes", codes, torch.uint8, (n + 1) // 2, codes.device)
     if isinstance(absmax, AbsmaxState):
         check_state(absmax, blocks, codes.device)

@@ -14,14 +14,18 @@ from lamella.kernels.layout import (
     AbsmaxState,
     block_count,
     check_dequantize,
+    check_int8,
     check_jobs,
     check_keep,
+    check_mxfp4,
     check_part,
     check_state,
     drop_threshold,
     dynamic_code,
     dynamic_code_bins,
     non_finite,
+    prepare_int8,
+    prepare_mxfp4,
     prepare_quantize,
 )
 
@@ -55,6 +59,12 @@ def load(path: Path) -> ctypes.CDLL:
     lib.lamella_dequantize_absmax.restype = None
     lib.lamella_keep_mask.argtypes = [c_int, pointer, c_int64, c_int64, c_uint32, pointer, c_int]
     lib.lamella_keep_mask.restype = None
+    lib.lamella_quantize_mx.argtypes = [c_int, pointer, c_int, c_int64, pointer, pointer, c_int]
+    lib.lamella_dequantize_mx.argtypes = [c_int, pointer, pointer, pointer, c_int, c_int64, c_int, c_int]
+    lib.lamella_dequantize_mx.restype = None
+    lib.lamella_quantize_int8.argtypes = [c_int, pointer, c_int, c_int64, c_int64, pointer, pointer, c_int]
+    lib.lamella_dequantize_int8.argtypes = [c_int, pointer, pointer, pointer, c_int, c_int64, c_int64, c_int, c_int]
+    lib.lamella_dequantize_int8.restype = None
     # torch loads its OpenMP runtime into the global scope; where it has another one, C makes its own threads.
     gomp_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if gomp_parallel is not None:
@@ -64,6 +74,10 @@ def load(path: Path) -> ctypes.CDLL:
 
 def _threads(threads: int | None) -> int:
     return torch.get_num_threads() if threads is None else threads
+
+
+def _streams(out: Tensor, asked: bool | None) -> bool:
+    return out.numel() * out.element_size() >= STREAM_BYTES if asked is None else asked
 
 
 class CpuKernels:
@@ -133,8 +147,7 @@ class CpuKernels:
         threads: int | None = None,
     ) -> Tensor:
         check_dequantize(codes, absmax, out, block_size)
-        if stream is None:
-            stream = out.numel() * out.element_size() >= STREAM_BYTES
+        stream = _streams(out, stream)
         plain: int | None = None
         nested: tuple[int | None, int | None, int | None] = (None, None, None)
         offset = 0.0
@@ -156,6 +169,64 @@ class CpuKernels:
         self._lib.lamella_dequantize_many(
             self._isa, base.data_ptr(), jobs.data_ptr(), len(jobs), out.data_ptr(), DTYPES[out.dtype], block_size,
             STREAM_BYTES, _threads(threads),
+        )  # fmt: skip
+        return out
+
+    def quantize_mxfp4(
+        self, x: Tensor, *, codes: Tensor | None = None, scales: Tensor | None = None, threads: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        codes, scales = prepare_mxfp4(x, codes, scales)
+        x = x.contiguous()
+        status = self._lib.lamella_quantize_mx(
+            self._isa, x.data_ptr(), DTYPES[x.dtype], x.numel(), codes.data_ptr(), scales.data_ptr(), _threads(threads)
+        )
+        if status:
+            raise non_finite()
+        return codes, scales
+
+    def dequantize_mxfp4(
+        self, codes: Tensor, scales: Tensor, out: Tensor, *, stream: bool | None = None, threads: int | None = None
+    ) -> Tensor:
+        check_mxfp4(codes, scales, out)
+        self._lib.lamella_dequantize_mx(
+            self._isa, codes.data_ptr(), scales.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.numel(),
+            _streams(out, stream), _threads(threads),
+        )  # fmt: skip
+        return out
+
+    def quantize_int8(
+        self,
+        x: Tensor,
+        block_size: int = 64,
+        *,
+        codes: Tensor | None = None,
+        scales: Tensor | None = None,
+        threads: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        codes, scales = prepare_int8(x, block_size, codes, scales)
+        x = x.contiguous()
+        status = self._lib.lamella_quantize_int8(
+            self._isa, x.data_ptr(), DTYPES[x.dtype], x.numel(), block_size, codes.data_ptr(), scales.data_ptr(),
+            _threads(threads),
+        )  # fmt: skip
+        if status:
+            raise non_finite()
+        return codes, scales
+
+    def dequantize_int8(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out: Tensor,
+        block_size: int = 64,
+        *,
+        stream: bool | None = None,
+        threads: int | None = None,
+    ) -> Tensor:
+        check_int8(codes, scales, out, block_size)
+        self._lib.lamella_dequantize_int8(
+            self._isa, codes.data_ptr(), scales.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.numel(), block_size,
+            _streams(out, stream), _threads(threads),
         )  # fmt: skip
         return out
 

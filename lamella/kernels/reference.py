@@ -14,13 +14,18 @@ from lamella.kernels.layout import (
     ABSMAX_BINS,
     ABSMAX_BLOCK,
     ABSMAX_FLOOR,
+    INT8_MAX,
+    MXFP4_BLOCK,
+    MXFP4_TABLE,
     NF4_TABLE,
     AbsmaxRun,
     AbsmaxState,
     block_count,
     check_dequantize,
+    check_int8,
     check_jobs,
     check_keep,
+    check_mxfp4,
     check_part,
     check_run,
     check_state,
@@ -28,6 +33,8 @@ from lamella.kernels.layout import (
     dynamic_code,
     dynamic_code_bins,
     non_finite,
+    prepare_int8,
+    prepare_mxfp4,
     prepare_quantize,
 )
 
@@ -127,6 +134,96 @@ def dequantize_nf4(
         first_block = first // block_size
         scale = scales[first_block : first_block + block_count(len(target), block_size)]
         target.copy_(values * scale.repeat_interleave(block_size)[: len(target)])
+    return out
+
+
+def quantize_mxfp4(
+    x: Tensor, *, codes: Tensor | None = None, scales: Tensor | None = None, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `lamella.kernels.quantize_mxfp4`."""
+    codes, scales = prepare_mxfp4(x, codes, scales)
+    flat, packed, exponents = x.reshape(-1), codes.view(-1), scales.view(-1)
+    table = torch.tensor(MXFP4_TABLE[:8], dtype=torch.float32, device=x.device)
+    midpoints = (table[:-1] + table[1:]) / 2
+    above, from_ = midpoints[::2].contiguous(), midpoints[1::2].contiguous()  # ties go to the even code
+    for first in range(0, len(flat), CHUNK_VALUES):
+        values = flat[first : first + CHUNK_VALUES].float()
+        if not torch.isfinite(values).all():
+            raise non_finite()
+        blocks = torch.nn.functional.pad(values, (0, -len(values) % MXFP4_BLOCK)).view(-1, MXFP4_BLOCK)
+        biased = blocks.abs().amax(dim=1).view(torch.int32) >> 23
+        exponent = (biased - 2).clamp(min=0)
+        exponents[first // MXFP4_BLOCK :][: len(exponent)] = exponent.to(torch.uint8)
+        scaled = (blocks * ((254 - exponent) << 23).view(torch.float32)[:, None]).view(-1)[: len(values)]
+        size = scaled.abs()
+        code = torch.bucketize(size, above, out_int32=True) + torch.bucketize(size, from_, out_int32=True, right=True)
+        code = (code | (scaled.view(torch.int32) >> 31 & 8)).to(torch.uint8)
+        if len(code) % 2:
+            code = torch.cat([code, code.new_zeros(1)])
+        packed[first // 2 : first // 2 + len(code) // 2] = code[::2] | code[1::2] << 4
+    return codes, scales
+
+
+def dequantize_mxfp4(
+    codes: Tensor, scales: Tensor, out: Tensor, *, stream: bool | None = None, threads: int | None = None
+) -> Tensor:
+    """See `lamella.kernels.dequantize_mxfp4`."""
+    check_mxfp4(codes, scales, out)
+    table = torch.tensor(MXFP4_TABLE, dtype=torch.float32, device=codes.device)
+    exponent = scales.view(-1).int()
+    powers = torch.where(exponent > 0, exponent << 23, 1 << 22).view(torch.float32)
+    flat, packed = out.view(-1), codes.view(-1)
+    for first in range(0, len(flat), CHUNK_VALUES):
+        target = flat[first : first + CHUNK_VALUES]
+        part = packed[first // 2 : (first + len(target) + 1) // 2]
+        values = table[torch.stack([part & 15, part >> 4], dim=1).view(-1).int()][: len(target)]
+        scale = powers[first // MXFP4_BLOCK :][: block_count(len(target), MXFP4_BLOCK)]
+        target.copy_(values * scale.repeat_interleave(MXFP4_BLOCK)[: len(target)])
+    return out
+
+
+def quantize_int8(
+    x: Tensor,
+    block_size: int = 64,
+    *,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `lamella.kernels.quantize_int8`."""
+    codes, scales = prepare_int8(x, block_size, codes, scales)
+    flat, target, factors = x.reshape(-1), codes.view(-1), scales.view(-1)
+    step = max(CHUNK_VALUES // block_size, 1) * block_size
+    for first in range(0, len(flat), step):
+        values = flat[first : first + step].float()
+        if not torch.isfinite(values).all():
+            raise non_finite()
+        blocks = torch.nn.functional.pad(values, (0, -len(values) % block_size)).view(-1, block_size)
+        scale = blocks.abs().amax(dim=1) / INT8_MAX
+        factors[first // block_size :][: len(scale)] = scale
+        code = (blocks / scale[:, None]).clamp(-INT8_MAX, INT8_MAX).round()
+        code[scale == 0] = 0
+        target[first : first + step] = code.view(-1)[: len(values)].to(torch.int8)
+    return codes, scales
+
+
+def dequantize_int8(
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    block_size: int = 64,
+    *,
+    stream: bool | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """See `lamella.kernels.dequantize_int8`."""
+    check_int8(codes, scales, out, block_size)
+    flat, source, factors = out.view(-1), codes.view(-1), scales.view(-1)
+    step = max(CHUNK_VALUES // block_size, 1) * block_size
+    for first in range(0, len(flat), step):
+        target = flat[first : first + step]
+        scale = factors[first // block_size :][: block_count(len(target), block_size)]
+        target.copy_(source[first : first + step].float() * scale.repeat_interleave(block_size)[: len(target)])
     return out
 
 

@@ -12,24 +12,26 @@ from dataclasses import dataclass
 
 from lamella.checkpoint.facts import TensorClass
 from lamella.checkpoint.header import TensorInfo
-from lamella.store.manifest import ALIGN_BYTES, ITEM_BYTES, TensorFormat, part_sizes
-
-TORCH_DTYPE = {
-    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
-}  # fmt: skip
-"""safetensors dtype -> torch's name."""
+from lamella.store.formats import Form
+from lamella.store.manifest import ALIGN_BYTES, TensorFormat, part_sizes
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be stored: source, class, target format and dtype, and the place of its parts."""
+    """A tensor to be stored: source, class, form, and the place of its parts."""
 
     tensor: TensorInfo
     tensor_class: TensorClass
-    format: TensorFormat
-    dtype: str
+    form: Form
     parts: dict[str, tuple[int, int]]
+
+    @property
+    def format(self) -> TensorFormat:
+        return self.form.format
+
+    @property
+    def dtype(self) -> str:
+        return self.form.dtype
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,14 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor, what it is, and whether it becomes nf4; `dtype` is torch's name of the stored (or source) dtype."""
+    """A tensor, what it is, and what it becomes."""
 
     tensor: TensorInfo
     tensor_class: TensorClass
-    quantised: bool
-    dtype: str
+    form: Form
 
 
-def plan_group(key: str, file: str, wanted: Sequence[Wanted], block_size: int, double_quant: bool) -> PlannedGroup:
+def plan_group(key: str, file: str, wanted: Sequence[Wanted]) -> PlannedGroup:
     """Place tensors in a file, every part aligned to 64 bytes.
 
     Args:
@@ -68,33 +69,37 @@ def plan_group(key: str, file: str, wanted: Sequence[Wanted], block_size: int, d
         return start, nbytes
 
     code_part = None
-    if double_quant and any(w.quantised for w in wanted):
+    if any(w.form.double_quant for w in wanted):
         code_part = place(1024)
     planned: list[Planned] = []
     for run in _runs(wanted):
-        if not run[0].quantised:
-            parts = {"data": place(run[0].tensor.numel * ITEM_BYTES[run[0].dtype])}
-            planned.append(Planned(run[0].tensor, run[0].tensor_class, "raw", run[0].dtype, parts))
-            continue
-        sizes = [part_sizes(w.tensor.numel, block_size, double_quant) for w in run]
+        sizes = [_sizes(w) for w in run]
         places: list[dict[str, tuple[int, int]]] = [{} for _ in run]
         for part in sizes[0]:
+            shared = code_part if part == "absmax_code" else None
             for spot, size in zip(places, sizes, strict=True):
-                spot[part] = code_part if part == "absmax_code" and code_part else place(size[part])
+                spot[part] = shared or place(size[part])
         for w, spot in zip(run, places, strict=True):
-            planned.append(Planned(w.tensor, w.tensor_class, "nf4", w.dtype, spot))
+            planned.append(Planned(w.tensor, w.tensor_class, w.form, spot))
     return PlannedGroup(key, file, position, tuple(planned))
 
 
+def _sizes(wanted: Wanted) -> dict[str, int]:
+    form = wanted.form
+    return part_sizes(
+        form.format, wanted.tensor.numel, block_size=form.block_size, double_quant=form.double_quant, dtype=form.dtype
+    )
+
+
 def _runs(wanted: Iterable[Wanted]) -> list[list[Wanted]]:
-    """Experts' matrices of one shape and direction together, everything else alone, in order of first sight."""
+    """Experts' matrices of one shape, form and direction together, everything else alone, in order of first sight."""
     runs: dict[tuple[object, ...], list[Wanted]] = {}
     for item in wanted:
         before, found, after = item.tensor.name.partition(".experts.")
         number, _, leaf = after.partition(".")
         key: tuple[object, ...] = (item.tensor.name,)
-        if found and item.quantised and number.isdigit():
+        if found and item.tensor_class == "experts" and number.isdigit():
             writes = leaf.startswith(("down", "w2", "output", "fc2"))
-            key = (before, item.tensor.shape, item.dtype, writes)
+            key = (before, item.tensor.shape, item.form, writes)
         runs.setdefault(key, []).append(item)
     return list(runs.values())

@@ -9,7 +9,18 @@ A tensor in format `nf4` has the parts
     offset      1 fp32: mean of the first-level scales
     absmax      ceil(n / block) fp32, without double quantisation (then there are no other scale parts)
 
-and one in format `raw` the part `data`. Parts are `[offset in the file, bytes]`.
+one in format `mxfp4`
+
+    codes       ceil(n / 2) bytes, two e2m1 codes each, low nibble first
+    scales      ceil(n / 32) bytes, e8m0: powers of two, biased by 127
+
+one in format `int8`
+
+    codes       n signed bytes
+    scales      ceil(n / block) fp32: value = code * scale
+
+and one in format `raw` the part `data`. Parts are `[offset in the file, bytes]`. Values lie in row-major order of the shape,
+or of its axes in the record's `order`. Version 1 had `nf4` and `raw` alone, with one block size for all.
 """
 
 from __future__ import annotations
@@ -22,13 +33,15 @@ from typing import Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lamella.checkpoint.facts import TensorClass
+from lamella.checkpoint.facts import QUANTISED_CLASSES, TensorClass
 from lamella.errors import UserError
 
-TensorFormat = Literal["nf4", "raw"]
-FORMAT_VERSION = 1
+TensorFormat = Literal["nf4", "mxfp4", "int8", "raw"]
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
 MANIFEST_NAME = "manifest.json"
 ABSMAX2_BLOCK = 256
+MXFP4_BLOCK = 32
 ALIGN_BYTES = 64
 ITEM_BYTES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -45,7 +58,7 @@ class _Model(BaseModel):
 
 
 class TensorRecord(_Model):
-    """One tensor. `dtype` is its own: what a raw tensor's bytes are, what an nf4 tensor was made from."""
+    """One tensor. `dtype` is its own: what a raw tensor's bytes are, what a quantised tensor was made from."""
 
     name: str
     tensor_class: TensorClass
@@ -56,6 +69,17 @@ class TensorRecord(_Model):
     """Part name -> (offset in the group's file, bytes)."""
     checksum: str
     """xxh3_128 over the parts' bytes, in the order of `parts`."""
+    block_size: int | None = Field(None, ge=1)
+    """Values per scale; None: the manifest's."""
+    double_quant: bool | None = None
+    """Of an nf4 tensor; None: the manifest's."""
+    order: tuple[int, ...] = ()
+    """Axes of `shape` in the order in which values lie, outermost first; (): as `shape`."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In the order in which values lie."""
+        return tuple(self.shape[axis] for axis in self.order) or self.shape
 
     @property
     def numel(self) -> int:
@@ -126,9 +150,23 @@ class Manifest(_Model):
         return [("outer", self.outer), *enumerate(self.layers)]
 
 
-def part_sizes(numel: int, block_size: int, double_quant: bool) -> dict[str, int]:
-    """Bytes of each part of an nf4 tensor of `numel` elements, in their order."""
+def is_weight(form: TensorFormat, kind: TensorClass) -> bool:
+    """Whether a tensor's values come to their place at each turn of their layer, as quantised ones do: weights that are kept in
+    16 bit too. All others are small, and stay."""
+    return form != "raw" or kind in QUANTISED_CLASSES
+
+
+def part_sizes(
+    form: TensorFormat, numel: int, *, block_size: int = 0, double_quant: bool = False, dtype: str = ""
+) -> dict[str, int]:
+    """Bytes of each part of a tensor of `numel` elements, in their order. `dtype`: torch's name, of a raw tensor."""
+    if form == "raw":
+        return {"data": numel * ITEM_BYTES.get(dtype, 0)}
     blocks = -(-numel // block_size)
+    if form == "mxfp4":
+        return {"codes": -(-numel // 2), "scales": blocks}
+    if form == "int8":
+        return {"codes": numel, "scales": 4 * blocks}
     codes = {"codes": -(-numel // 2)}
     if not double_quant:
         return {**codes, "absmax": 4 * blocks}
@@ -166,7 +204,7 @@ def read_manifest(store: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         raise _explained(error, text, path) from error
-    if manifest.format_version != FORMAT_VERSION:
+    if manifest.format_version not in READ_VERSIONS:
         raise _other_version(manifest.format_version, path)
     if len(manifest.layers) != manifest.num_layers:
         what = f"num_layers is {manifest.num_layers}, {len(manifest.layers)} layers are described"
@@ -185,7 +223,7 @@ def _explained(error: ValidationError, text: bytes, path: Path) -> UserError:
         version = json.loads(text).get("format_version")
     except (ValueError, AttributeError) as broken:
         return UserError(f"is not a store's manifest: {broken}", fix=_REMAKE, path=path)
-    if version != FORMAT_VERSION:
+    if version not in READ_VERSIONS:
         return _other_version(version, path)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -193,7 +231,8 @@ def _explained(error: ValidationError, text: bytes, path: Path) -> UserError:
 
 
 def _other_version(version: object, path: Path) -> UserError:
-    return UserError(f"store format {version!r}, this version reads {FORMAT_VERSION}", fix=_REMAKE, path=path)
+    read = " and ".join(map(str, READ_VERSIONS))
+    return UserError(f"store format {version!r}, this version reads {read}", fix=_REMAKE, path=path)
 
 
 def _no_store(store: Path) -> UserError:
@@ -219,12 +258,21 @@ def _check_file(file: Path, nbytes: int) -> None:
 def _check_group(key: int | str, group: Group, manifest: Manifest, path: Path) -> None:
     where = f"layer {key}" if isinstance(key, int) else str(key)
     for record in group.tensors:
-        if record.format == "raw":
-            wanted = {"data": record.numel * ITEM_BYTES.get(record.dtype, 0)}
-            basis = f"{record.dtype} {list(record.shape)}"
-        else:
-            wanted = part_sizes(record.numel, manifest.block_size, manifest.double_quant)
-            basis = f"block size {manifest.block_size} and shape {list(record.shape)}"
+        block_size = manifest.block_size if record.block_size is None else record.block_size
+        double_quant = manifest.double_quant if record.double_quant is None else record.double_quant
+        wanted = part_sizes(record.format, record.numel, block_size=block_size, double_quant=double_quant,
+                            dtype=record.dtype)  # fmt: skip
+        basis = f"{record.dtype} {list(record.shape)}"
+        if record.format != "raw":
+            basis = f"{record.format}, block size {block_size} and shape {list(record.shape)}"
+        if record.order and sorted(record.order) != list(range(len(record.shape))):
+            what = (
+                f"{where}: tensor {record.name!r}: `order` {list(record.order)} is none of shape {list(record.shape)}"
+            )
+            raise UserError(what, fix=_REMAKE, path=path)
+        if record.format == "mxfp4" and block_size != MXFP4_BLOCK:
+            what = f"{where}: tensor {record.name!r}: `block_size` {block_size}, mxfp4 has {MXFP4_BLOCK}"
+            raise UserError(what, fix=_REMAKE, path=path)
         for part, nbytes in wanted.items():
             if part not in record.parts:
                 what = f"{where}: tensor {record.name!r} has no part `{part}`"

@@ -10,13 +10,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lamella import __version__
 from lamella.checkpoint.defaults import defaulted
-from lamella.checkpoint.facts import QUANTISED_CLASSES, Layout, classify_in_layer, classify_outer
+from lamella.checkpoint.facts import Layout, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.gguf import is_gguf
 from lamella.checkpoint.header import TensorInfo
@@ -26,9 +26,10 @@ from lamella.checkpoint.tied import Tying, find_tying
 from lamella.console import notice, progress
 from lamella.errors import UserError
 from lamella.files import file_checksum, free_bytes, fsync_path, write_bytes, write_json
+from lamella.store.formats import Chooser, Formats, NativeOf
 from lamella.store.gguf_files import write_gguf_files
 from lamella.store.journal import JOURNAL_NAME, Journal, check_writable, partial_path
-from lamella.store.layout import TORCH_DTYPE, PlannedGroup, Wanted, plan_group
+from lamella.store.layout import PlannedGroup, Wanted, plan_group
 from lamella.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -54,6 +55,8 @@ class QuantizeSettings:
     """Quantise the scales themselves to 8 bits."""
     kept_dtype: Literal["source", "bf16"] = "source"
     """Dtype of float tensors that stay unquantised."""
+    formats: Formats = field(default_factory=Formats)
+    """What other formats than NF4 were asked for."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     """Class, format and place of every tensor.
 
     Raises:
-        UserError: a weight to be quantised is not bf16, fp16 or fp32; no embeddings.
+        UserError: a weight to be quantised is not bf16, fp16 or fp32; no embeddings; rules of formats that do nothing.
     """
     layout = checkpoint.layout
     tying = find_tying(checkpoint)
-    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop)
+    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop, checkpoint.native)
     notices = [tying.conflict] if tying.conflict else []
     notices += checkpoint.notices
     notices += defaulted(checkpoint.config, checkpoint.path)
@@ -89,49 +92,42 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
 
 
 def plan_groups(
-    layout: Layout, num_experts: int | None, settings: QuantizeSettings, drop: TensorInfo | None = None
+    layout: Layout,
+    num_experts: int | None,
+    settings: QuantizeSettings,
+    drop: TensorInfo | None = None,
+    native_of: NativeOf | None = None,
 ) -> list[PlannedGroup]:
-    """The store's files, "outer" first, without the tensor `drop`."""
-    outer = plan_outer([t for t in layout.outer if t is not drop], settings)
-    prefixes = [f"{layout.prefix}.{i}." for i in range(len(layout.layers))]
-    layers = zip(layout.layers, prefixes, strict=True)
-    return [
-        outer,
-        *(plan_layer(i, tensors, prefix, num_experts, settings) for i, (tensors, prefix) in enumerate(layers)),
-    ]
+    """The store's files, "outer" first, without the tensor `drop`.
+
+    Raises:
+        UserError: see `Chooser`.
+    """
+    chooser = chooser_of(settings, native_of)
+    groups = [plan_outer([t for t in layout.outer if t is not drop], chooser)]
+    for i, tensors in enumerate(layout.layers):
+        groups.append(plan_layer(i, tensors, f"{layout.prefix}.{i}.", num_experts, chooser))
+    chooser.check()
+    return groups
 
 
-def plan_outer(tensors: Iterable[TensorInfo], settings: QuantizeSettings) -> PlannedGroup:
+def chooser_of(settings: QuantizeSettings, native_of: NativeOf | None = None) -> Chooser:
+    return Chooser(settings.formats, settings.block_size, settings.double_quant, settings.kept_dtype, native_of)
+
+
+def plan_outer(tensors: Iterable[TensorInfo], chooser: Chooser) -> PlannedGroup:
     """The file of everything outside the layers."""
-    wanted = [_want_outer(t, settings) for t in tensors]
-    return plan_group("outer", "outer.bin", wanted, settings.block_size, settings.double_quant)
+    kinds = [(t, classify_outer(t.name)) for t in tensors]
+    return plan_group("outer", "outer.bin", [Wanted(t, kind, chooser.form(t, kind)) for t, kind in kinds])
 
 
 def plan_layer(
-    index: int, tensors: Iterable[TensorInfo], prefix: str, num_experts: int | None, settings: QuantizeSettings
+    index: int, tensors: Iterable[TensorInfo], prefix: str, num_experts: int | None, chooser: Chooser
 ) -> PlannedGroup:
     """One layer's file. `prefix` stands before its tensors' names, with the dot after the index."""
-    wanted = [_want(t, prefix, num_experts, settings) for t in tensors]
-    return plan_group(str(index), f"layers/{index:05d}.bin", wanted, settings.block_size, settings.double_quant)
-
-
-def _kept_dtype(tensor: TensorInfo, settings: QuantizeSettings) -> str:
-    own = TORCH_DTYPE[tensor.dtype]
-    return "bfloat16" if settings.kept_dtype == "bf16" and own in ("float16", "float32") else own
-
-
-def _want_outer(tensor: TensorInfo, settings: QuantizeSettings) -> Wanted:
-    return Wanted(tensor, classify_outer(tensor.name), False, _kept_dtype(tensor, settings))
-
-
-def _want(tensor: TensorInfo, prefix: str, num_experts: int | None, settings: QuantizeSettings) -> Wanted:
-    kind = classify_in_layer(tensor.name.removeprefix(prefix), tensor.shape, num_experts)
-    if kind not in QUANTISED_CLASSES or tensor.numel == 0:
-        return Wanted(tensor, kind, False, _kept_dtype(tensor, settings))
-    if tensor.dtype not in ("BF16", "F16", "F32"):
-        raise UserError(f"tensor {tensor.name!r} is {tensor.dtype}, not bf16, fp16 or fp32",
-                        fix="give a bf16, fp16 or fp32 checkpoint", path=tensor.file)  # fmt: skip
-    return Wanted(tensor, kind, True, TORCH_DTYPE[tensor.dtype])
+    kinds = [(t, classify_in_layer(t.name.removeprefix(prefix), t.shape, num_experts)) for t in tensors]
+    wanted = [Wanted(t, kind, chooser.form(t, kind)) for t, kind in kinds]
+    return plan_group(str(index), f"layers/{index:05d}.bin", wanted)
 
 
 def quantize_checkpoint(
@@ -185,7 +181,8 @@ def check_settings(settings: QuantizeSettings) -> None:
 def journal_head(checkpoint: Checkpoint, plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
     """What is being made: a partial store goes on only if all of this is the same."""
     digest = fingerprint(checkpoint, plan.tying.tied)
-    return {"format": FORMAT_VERSION, "lamella": __version__, "fingerprint": digest, **asdict(settings)}
+    told = {**asdict(settings), "formats": settings.formats.model_dump(mode="json", exclude_defaults=True)}
+    return {"format": FORMAT_VERSION, "lamella": __version__, "fingerprint": digest, **told}
 
 
 def _check_room(plan: Plan, journal: Journal) -> None:
@@ -209,9 +206,7 @@ def _stream(
     total = sum(planned.tensor.nbytes for group in pending for planned in group.tensors)
     with progress("quantise", total, "B") as meter:
         try:
-            run_pipeline(
-                checkpoint, plan.groups, journal, block_size=settings.block_size, advance=meter.advance, threads=threads
-            )
+            run_pipeline(checkpoint, plan.groups, journal, advance=meter.advance, threads=threads)
         except KeyboardInterrupt:
             notice("stopped; the same command goes on where it was")
             raise
@@ -234,7 +229,7 @@ def _finish(
         for stray in partial.glob(".*.partial"):  # a kill in the middle of writing a small file
             stray.unlink()
         files = copy_files(checkpoint.path, checkpoint.config, plan.tying.tied, partial)
-        groups = [group_record(planned, journal.done[planned.key]) for planned in plan.groups]
+        groups = [group_record(planned, journal.done[planned.key], settings) for planned in plan.groups]
         manifest = Manifest(
             format_version=FORMAT_VERSION, checksum="0" * 32, lamella_version=__version__,
             source=str(source), source_fingerprint=digest,
@@ -255,16 +250,19 @@ def _finish(
     return Manifest.model_validate_json(data)
 
 
-def group_record(planned: PlannedGroup, checksums: Mapping[str, str]) -> Group:
+def group_record(planned: PlannedGroup, checksums: Mapping[str, str], settings: QuantizeSettings) -> Group:
     """A planned file with the checksums of what was written."""
-    tensors = tuple(
-        TensorRecord(
+    tensors = []
+    for p in planned.tensors:
+        form = p.form
+        own_block = form.format != "raw" and form.block_size != settings.block_size
+        own_double = form.format == "nf4" and form.double_quant != settings.double_quant
+        tensors.append(TensorRecord(
             name=p.tensor.name, tensor_class=p.tensor_class, shape=p.tensor.shape, dtype=p.dtype, format=p.format,
-            parts=p.parts, checksum=checksums[p.tensor.name],
-        )
-        for p in planned.tensors
-    )  # fmt: skip
-    return Group(file=planned.file, nbytes=planned.nbytes, tensors=tensors)
+            parts=p.parts, checksum=checksums[p.tensor.name], block_size=form.block_size if own_block else None,
+            double_quant=form.double_quant if own_double else None, order=form.order,
+        ))  # fmt: skip
+    return Group(file=planned.file, nbytes=planned.nbytes, tensors=tuple(tensors))
 
 
 def copy_files(source: Path, model_config: dict[str, Any], tied: bool, partial: Path) -> dict[str, CopiedFile]:

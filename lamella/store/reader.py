@@ -15,7 +15,15 @@ from torch import Tensor
 
 from lamella import kernels
 from lamella.errors import UserError
-from lamella.kernels import AbsmaxRun, AbsmaxState, dequantize_absmax, dequantize_nf4, dequantize_nf4_run
+from lamella.kernels import (
+    AbsmaxRun,
+    AbsmaxState,
+    dequantize_absmax,
+    dequantize_int8,
+    dequantize_mxfp4,
+    dequantize_nf4,
+    dequantize_nf4_run,
+)
 from lamella.kernels.layout import ABSMAX_BLOCK
 from lamella.store.manifest import Group, Manifest, TensorRecord, read_manifest
 from lamella.store.shared import SharedFile
@@ -32,7 +40,7 @@ class PackedGroup:
     Attributes:
         buffer: uint8 [group bytes or more], aligned to 64 bytes.
         records: the group's tensors by name (shared by all loads of this group).
-        block_size: elements per scale.
+        block_size: elements per scale of tensors that say nothing else.
         blank: there are zeros in the place of what the file holds (`Store.blank`).
     """
 
@@ -45,6 +53,10 @@ class PackedGroup:
         """One part of a tensor as a flat view of `dtype`."""
         offset, nbytes = self.records[name].parts[part]
         return self.buffer[offset : offset + nbytes].view(dtype)
+
+    def block_of(self, name: str) -> int:
+        """Elements per scale of a tensor; 1 of a raw one."""
+        return block_of(self.records[name], self.block_size)
 
     def raw(self, name: str) -> Tensor:
         """A tensor kept in its own dtype: a view of the buffer in its shape, no copy."""
@@ -62,25 +74,52 @@ class PackedGroup:
             `out`.
         """
         record = self.records[name]
+        if not record.order:
+            return self.dequantize_stored(name, out)
+        assert out.is_contiguous()
+        stored = self.dequantize_stored(name, torch.empty(record.stored_shape, dtype=out.dtype, device=out.device))
+        out.view(record.shape).copy_(in_order(record, stored))
+        return out
+
+    def dequantize_stored(self, name: str, out: Tensor) -> Tensor:
+        """As `dequantize`, with the values in the order in which they lie (`TensorRecord.order`)."""
+        record = self.records[name]
         assert out.is_contiguous()
         assert out.numel() == record.numel, f"{name} has shape {list(record.shape)}, out {list(out.shape)}"
         if record.format == "raw":
             return out.copy_(self.raw(name).view(out.shape))
-        dequantize_nf4(self.part(name, "codes", torch.uint8), self._scales((name,)), out, self.block_size)
-        return out
+        if record.format == "nf4":
+            codes = self.part(name, "codes", torch.uint8)
+            return dequantize_nf4(codes, self._scales((name,)), out, self.block_of(name))
+        return self._plain_scales(name, 0, out)
+
+    def _plain_scales(self, name: str, first: int, out: Tensor) -> Tensor:
+        """Elements `first` .. of an mxfp4 or int8 tensor; `first` is a multiple of its block size."""
+        block, n = self.block_of(name), out.numel()
+        blocks = slice(first // block, first // block + -(-n // block))
+        if self.records[name].format == "mxfp4":
+            codes = self.part(name, "codes", torch.uint8)[first // 2 : (first + n + 1) // 2]
+            return dequantize_mxfp4(codes, self.part(name, "scales", torch.uint8)[blocks], out)
+        codes = self.part(name, "codes", torch.int8)[first : first + n]
+        return dequantize_int8(codes, self.part(name, "scales", torch.float32)[blocks], out, block)
 
     def dequantize_slice(self, name: str, first: int, out: Tensor) -> Tensor:
-        """Write elements `first` .. of an nf4 tensor, taken flat, into `out`.
+        """Write elements `first` .. of a tensor, taken flat in the order in which they lie, into `out`.
 
         Args:
             first: a multiple of the block size.
             out: bf16, fp16 or fp32, contiguous; its size says how many, a multiple of the block size too.
         """
-        assert first % self.block_size == 0
-        assert out.numel() % self.block_size == 0
-        block, blocks = first // self.block_size, out.numel() // self.block_size
+        block_size, record = self.block_of(name), self.records[name]
+        assert first % block_size == 0
+        assert out.numel() % block_size == 0
+        if record.format == "raw":
+            return out.copy_(self.raw(name).view(-1)[first : first + out.numel()].view(out.shape))
+        if record.format != "nf4":
+            return self._plain_scales(name, first, out)
+        block, blocks = first // block_size, out.numel() // block_size
         codes = self.part(name, "codes", torch.uint8)[first // 2 : (first + out.numel()) // 2]
-        if "absmax" in self.records[name].parts:
+        if "absmax" in record.parts:
             scales = self.part(name, "absmax", torch.float32)[block : block + blocks]
         else:
             whole = self._scales((name,))
@@ -90,25 +129,37 @@ class PackedGroup:
             absmax2 = whole.absmax2[start // ABSMAX_BLOCK : -(-stop // ABSMAX_BLOCK)]
             around = dequantize_absmax(AbsmaxState(whole.q[start:stop], whole.code, absmax2, whole.offset))
             scales = around[block - start : block - start + blocks]
-        return dequantize_nf4(codes, scales, out, self.block_size)
+        return dequantize_nf4(codes, scales, out, block_size)
 
     def dequantize_columns(self, name: str, first: int, last: int, out: Tensor) -> Tensor:
-        """Write columns `first` .. `last` - 1 of an nf4 matrix into `out`.
+        """Write columns `first` .. `last` - 1 of a matrix into `out`.
 
         Args:
             first, last: multiples of the block size, as the matrix's columns are.
             out: bf16, fp16 or fp32, contiguous, [rows, last - first].
         """
-        rows, columns = self.records[name].shape
-        block = self.block_size
+        record, block = self.records[name], self.block_of(name)
+        rows, columns = record.shape
+        assert not record.order
         assert columns % block == first % block == last % block == 0
         assert out.numel() == rows * (last - first)
-        scales = self._scales((name,))
-        if isinstance(scales, AbsmaxState):
-            scales = dequantize_absmax(scales)
-        codes = self.part(name, "codes", torch.uint8).view(rows, columns // 2)[:, first // 2 : last // 2]
-        scales = scales.view(rows, columns // block)[:, first // block : last // block]
-        return dequantize_nf4(codes.contiguous().view(-1), scales.contiguous().view(-1), out, block)
+
+        def cut(part: Tensor, per_value: int) -> Tensor:
+            """The columns' part of `codes` or scales of which one stands for so many values."""
+            at = part.view(rows, columns // per_value)[:, first // per_value : last // per_value]
+            return at.contiguous().view(-1)
+
+        if record.format == "raw":
+            return out.copy_(self.raw(name)[:, first:last].reshape(out.shape))
+        if record.format == "int8":
+            codes, scales = self.part(name, "codes", torch.int8), self.part(name, "scales", torch.float32)
+            return dequantize_int8(cut(codes, 1), cut(scales, block), out, block)
+        codes = cut(self.part(name, "codes", torch.uint8), 2)
+        if record.format == "mxfp4":
+            return dequantize_mxfp4(codes, cut(self.part(name, "scales", torch.uint8), block), out)
+        nested = self._scales((name,))
+        plain = dequantize_absmax(nested) if isinstance(nested, AbsmaxState) else nested
+        return dequantize_nf4(codes, cut(plain, block), out, block)
 
     def dequantize_many(self, names: Sequence[str], out: Tensor) -> Tensor:
         """Write tensors one after the other into `out`, as if concatenated flat.
@@ -124,11 +175,12 @@ class PackedGroup:
         assert out.is_contiguous()
         assert out.numel() == sum(record.numel for record in records)
         flat, position = out.view(-1), 0
-        if len(records) > 1 and _side_by_side(records, self.block_size):
+        block_size = self.block_of(names[0])
+        if len(records) > 1 and _side_by_side(records, block_size):
             if kernels.by_triton(self.buffer.device) and "absmax2" in records[0].parts:
                 start, nbytes = records[0].parts["codes"]
                 codes = self.buffer[start : start + nbytes * len(records)]
-                dequantize_nf4_run(codes, self.run(names), flat, self.block_size)
+                dequantize_nf4_run(codes, self.run(names), flat, block_size)
                 return out
             step = max(1, _RUN_NUMEL // records[0].numel)  # bounds the buffer of first-level scales
             for first in range(0, len(records), step):
@@ -136,7 +188,7 @@ class PackedGroup:
                 start, nbytes = run[0].parts["codes"]
                 codes = self.buffer[start : start + nbytes * len(run)]
                 target = flat[first * run[0].numel : (first + len(run)) * run[0].numel]
-                dequantize_nf4(codes, self._scales([r.name for r in run]), target, self.block_size)
+                dequantize_nf4(codes, self._scales([r.name for r in run]), target, block_size)
             return out
         for record in records:
             self.dequantize(record.name, flat[position : position + record.numel])
@@ -175,10 +227,26 @@ class PackedGroup:
         return flat.as_strided((len(names), nbytes // item), (stride // item, 1))
 
 
+def block_of(record: TensorRecord, default: int) -> int:
+    """Elements per scale; 1 of a raw tensor. `default`: the manifest's."""
+    if record.format == "raw":
+        return 1
+    return default if record.block_size is None else record.block_size
+
+
+def in_order(record: TensorRecord, stored: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A view in the tensor's own shape of values in the order in which they lie. `shape`: of a part of it."""
+    shape = record.shape if shape is None else shape
+    if not record.order:
+        return stored.view(shape)
+    back = sorted(range(len(record.order)), key=record.order.__getitem__)
+    return stored.view([shape[axis] for axis in record.order]).permute(back)
+
+
 def _side_by_side(records: Sequence[TensorRecord], block_size: int) -> bool:
     """Whether these nf4 tensors can be dequantised as one: codes without gaps, other parts at even distances."""
     first = records[0]
-    if any(r.format != "nf4" or r.shape != first.shape for r in records):
+    if any(r.format != "nf4" or r.shape != first.shape or r.block_size != first.block_size for r in records):
         return False
     if first.numel % block_size or ("absmax2" in first.parts and first.numel // block_size % 256):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -33,7 +34,7 @@ def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
     tables = 0
     items: list[Planned] = []
     for group in groups:
-        tables += 1024 if any("absmax_code" in planned.parts for planned in group.tensors) else 0
+        tables += 1024 * len({p.parts["absmax_code"] for p in group.tensors if "absmax_code" in p.parts})
         items += group.tensors
 
     def key(planned: Planned) -> tuple[int, TensorFormat, str]:
@@ -44,7 +45,7 @@ def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
         found = list(members)
         parameters = sum(p.tensor.numel for p in found)
         store = sum(n for p in found for part, (_, n) in p.parts.items() if part != "absmax_code")
-        if kind == "nf4":  # the first nf4 row carries the shared tables
+        if kind == "nf4":  # the first nf4 row carries the tables
             store, tables = store + tables, 0
         rows.append(ReportRow(
             tensor_class=_ORDER[order], format=kind, dtype=dtype, count=len(found), parameters=parameters,
@@ -57,16 +58,13 @@ def report_rows(groups: Iterable[PlannedGroup]) -> tuple[ReportRow, ...]:
 
 def report_notices(groups: Iterable[PlannedGroup]) -> list[str]:
     """Lines that must be seen: weights of decoder layers that did not become 4-bit, and fp32 that stays."""
+    groups = list(groups)
     layers = [p for group in groups if group.key != "outer" for p in group.tensors]
     everything = sum(p.tensor.numel for p in layers)
-    lines = []
+    lines = [*_left_whole(groups), *_taken_over(layers)]
     left: dict[str, int] = {}
     for planned in layers:
-        matrix = len(planned.tensor.shape) >= 2 and planned.tensor_class in (
-            *QUANTISED_CLASSES,
-            "other",
-        )
-        if planned.format == "raw" and matrix:
+        if planned.format == "raw" and len(planned.tensor.shape) >= 2 and planned.tensor_class == "other":
             pattern = expert_pattern(planned.tensor.name)
             left[pattern] = left.get(pattern, 0) + planned.tensor.numel
     if left:
@@ -81,6 +79,42 @@ def report_notices(groups: Iterable[PlannedGroup]) -> list[str]:
     if wide:
         lines.append(f"{format_bytes(wide)} of kept tensors are fp32 as in the source (--kept-dtype bf16 halves them)")
     return lines
+
+
+def _left_whole(groups: Iterable[PlannedGroup]) -> list[str]:
+    """Weights that could be quantised and are not, as was asked: by class and dtype, with their share of all weights."""
+    every = [p for group in groups for p in group.tensors]
+    total = sum(p.tensor.numel for p in every)
+    left: dict[tuple[TensorClass, str], list[Planned]] = {}
+    for p in every:
+        if p.format == "raw" and p.tensor_class in QUANTISED_CLASSES and p.tensor.numel:
+            left.setdefault((p.tensor_class, p.dtype), []).append(p)
+    lines = []
+    for (kind, dtype), members in left.items():
+        share = 100 * sum(p.tensor.numel for p in members) / total
+        nbytes = sum(n for p in members for _, n in p.parts.values())
+        names = sorted({expert_pattern(p.tensor.name) for p in members})
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        lines.append(f"NOT QUANTISED, as asked: {len(members)} tensors of {kind} stay {dtype}: {share:.2g} % of all "
+                     f"weights, {format_bytes(nbytes)}: {shown}")  # fmt: skip
+    return lines
+
+
+def _taken_over(layers: Iterable[Planned]) -> list[str]:
+    """What keeps the form that it has in a quantised source, and what does not."""
+    taken: dict[str, list[Planned]] = {}
+    for p in layers:
+        if p.form.native:
+            taken.setdefault(p.format, []).append(p)
+    lines = [
+        f"{len(members)} tensors keep their source's {kind}, bit for bit, in blocks of "
+        f"{' and '.join(map(str, sorted({p.form.block_size for p in members})))}"
+        for kind, members in taken.items()
+    ]
+    again = Counter((p.tensor.packing.method, p.format) for p in layers
+                    if p.tensor.packing is not None and not p.form.native and p.format != "raw")  # fmt: skip
+    return lines + [f"{count} tensors are rounded a second time, from the source's {method} to {kind}"
+                    for (method, kind), count in again.items()]  # fmt: skip
 
 
 def report_table(rows: Iterable[ReportRow], title: str) -> Any:
@@ -101,7 +135,7 @@ def report_table(rows: Iterable[ReportRow], title: str) -> Any:
 
 
 def _stored_as(row: ReportRow) -> str:
-    return row.dtype if row.format == "raw" else "nf4"
+    return row.dtype if row.format == "raw" else row.format
 
 
 def _cells(counts: Sequence[int]) -> list[str]:
@@ -122,11 +156,18 @@ def report_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def print_report(manifest: Manifest, store: Path) -> None:
-    """Table, names of what is not 4-bit, notices and one closing line on stdout."""
+    """Table, names of what is not quantised, notices and one closing line on stdout."""
     from lamella.console import out
 
-    scales = "double-quantised scales" if manifest.double_quant else "fp32 scales"
-    title = f"{manifest.model_type}, {manifest.num_layers} layers, NF4 blocks of {manifest.block_size}, {scales}"
+    title = f"{manifest.model_type}, {manifest.num_layers} layers"
+    formats = {row.format for row in manifest.report}
+    if "nf4" in formats:
+        scales = "double-quantised scales" if manifest.double_quant else "fp32 scales"
+        title += f", NF4 blocks of {manifest.block_size}, {scales}"
+    if "mxfp4" in formats:
+        title += ", MXFP4 blocks of 32"
+    if "int8" in formats:
+        title += f", int8 blocks of {manifest.block_size}"
     out.print(report_table(manifest.report, title))
     for row in manifest.report:
         if row.format == "raw":

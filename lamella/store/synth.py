@@ -1,7 +1,7 @@
 """A layer store of random weights, made from a config.json alone: to measure sizes for which there are no weights here.
 
-The format is that of `lamella quantize`. NF4 codes are uniform random, so a weight's standard deviation is its scale
-times the table's root mean square; scales lie within 10 % of what gives
+The format is that of `lamella quantize`. Codes are uniform random, so a weight's standard deviation is its scale
+times the root mean square of their values; scales lie within 10 % (MXFP4's at the nearest power of two) of what gives
 
     0.02              input projections, experts' gate and up, head
     0.02 / sqrt(2 L)  weights that write into the hidden state (as GPT-2 is initialised), of L layers
@@ -34,7 +34,7 @@ from lamella.checkpoint.source import read_json
 from lamella.console import progress
 from lamella.errors import UserError
 from lamella.files import file_checksum, free_bytes, fsync_path, write_bytes, write_json
-from lamella.kernels.layout import NF4_TABLE, dynamic_code
+from lamella.kernels.layout import MXFP4_TABLE, NF4_TABLE, dynamic_code
 from lamella.store.journal import check_writable, partial_path
 from lamella.store.layout import Planned, PlannedGroup
 from lamella.store.manifest import (
@@ -59,7 +59,13 @@ from lamella.units import format_bytes
 STD = 0.02
 _CHUNK_BYTES = 8 << 20
 _SPARE_BYTES = 64 << 20
-_NF4_RMS = math.sqrt(sum(float(v) ** 2 for v in NF4_TABLE) / len(NF4_TABLE))
+_RMS = {
+    "nf4": math.sqrt(sum(float(v) ** 2 for v in NF4_TABLE) / len(NF4_TABLE)),
+    "mxfp4": math.sqrt(sum(v**2 for v in MXFP4_TABLE) / len(MXFP4_TABLE)),
+    "int8": math.sqrt((256**2 - 1) / 12),
+    "raw": 1.0,
+}
+"""Root mean square of uniform random codes."""
 _WRITES_HIDDEN = ("o_proj", "down_proj", "w2", "c_proj", "out_proj", "dense_4h_to_h", "wo", "fc2")
 _MARK = "synth.partial"
 Shapes = Callable[[Path], dict[str, tuple[int, ...]]]
@@ -97,7 +103,7 @@ def synthesize_store(
     distinct = [g for g in groups if g.key not in first_of]
     partial = _open_partial(store, sum(g.nbytes for g in distinct))
     tied = not any(p.tensor_class == "head" and len(p.tensor.shape) == 2 for p in groups[0].tensors)
-    make = _Generator(partial, seed, _deviations(facts, tied), settings.block_size)
+    make = _Generator(partial, seed, _deviations(facts, tied))
     try:
         checksums = make.run(distinct, threads or len(os.sched_getaffinity(0)))
         for group in groups:
@@ -117,8 +123,8 @@ def synthesize_store(
             tie_word_embeddings=tied, block_size=settings.block_size, double_quant=settings.double_quant,
             kept_dtype=settings.kept_dtype, notices=(told, *shared, *report_notices(groups)),
             report=report_rows(groups), synthetic=True, files=files,
-            outer=group_record(groups[0], checksums["outer"]),
-            layers=tuple(group_record(g, checksums[g.key]) for g in groups[1:]),
+            outer=group_record(groups[0], checksums["outer"], settings),
+            layers=tuple(group_record(g, checksums[g.key], settings) for g in groups[1:]),
         )  # fmt: skip
         write_bytes(partial / MANIFEST_NAME, manifest_bytes(manifest))
         (partial / _MARK).unlink()
@@ -221,8 +227,8 @@ def _fingerprint(config: dict[str, Any], settings: QuantizeSettings, seed: int, 
 class _Generator:
     """Writes groups: each is one job, made of chunks that follow from (seed, tensor, part, place)."""
 
-    def __init__(self, folder: Path, seed: int, std_of: Callable[[Planned], float], block_size: int) -> None:
-        self.folder, self.seed, self.std_of, self.block_size = folder, seed, std_of, block_size
+    def __init__(self, folder: Path, seed: int, std_of: Callable[[Planned], float]) -> None:
+        self.folder, self.seed, self.std_of = folder, seed, std_of
         self._lock = threading.Lock()
 
     def run(self, groups: list[PlannedGroup], threads: int) -> dict[str, dict[str, str]]:
@@ -267,7 +273,7 @@ class _Generator:
         key = xxhash.xxh3_64_intdigest(f"{planned.tensor.name}/{part}".encode())
         rng = np.random.Generator(np.random.SFC64([self.seed, key]))
         std = self.std_of(planned)
-        scale = std / _NF4_RMS
+        scale = std / _RMS[planned.format]
         if part == "absmax_code":
             yield dynamic_code().numpy().view(np.uint8)
         elif part == "offset":
@@ -279,7 +285,9 @@ class _Generator:
                 size = min(_CHUNK_BYTES, nbytes - start)
                 if part in ("codes", "absmax_q"):
                     yield rng.integers(0, 1 << 64, -(-size // 8), np.uint64).view(np.uint8)[:size]
-                elif part == "absmax":
+                elif part == "scales" and planned.format == "mxfp4":
+                    yield np.full(size, 127 + round(math.log2(scale)), np.uint8)
+                elif part in ("absmax", "scales"):
                     yield (scale * rng.uniform(0.9, 1.1, size // 4).astype(np.float32)).view(np.uint8)
                 else:
                     yield _plain(planned, rng, std, size)

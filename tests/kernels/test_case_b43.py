@@ -34,6 +34,60 @@ def inputs() -> dict[str, torch.Tensor]:
     return made
 
 
+def quantised(backend, kind, x, block_size, **buffers):
+    if kind == "mxfp4":
+        return backend.quantize_mxfp4(x, **buffers)
+    return getattr(backend, f"quantize_{kind}")(x, block_size, **buffers)
+
+
+def dequantised(backend, kind, parts, out, block_size):
+    if kind == "mxfp4":
+        return backend.dequantize_mxfp4(*parts, out)
+    return getattr(backend, f"dequantize_{kind}")(*parts, out, block_size)
+
+
+OTHERS = [("mxfp4", 32), ("int8", 32), ("int8", 64), ("int8", 4096)]
+BOUNDS = {"mxfp4": 0.25, "int8": 0.5 / 127 * 1.01}
+"""Of a block's absmax: half an int8 step; of MXFP4 what is cut off past 6 of 8 (OCP's scale is no larger than absmax / 4)."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "block_size"), OTHERS)
+def test_b43_other_formats_same_bytes_50_times_and_error_within_bound(backend, kind, block_size, dtype):
+    for name, made in inputs().items():
+        x = made.to(dtype)
+        n = x.numel()
+        parts = quantised(backend, kind, x, block_size)
+        assert parts[0].numel() == (n if kind == "int8" else -(-n // 2))
+        assert parts[1].numel() == -(-n // block_size)
+        back = dequantised(backend, kind, parts, torch.empty(x.shape), block_size)
+        absmax = torch.stack([b.abs().max() for b in x.float().view(-1).split(block_size)])
+        bound = absmax.repeat_interleave(block_size)[:n] * BOUNDS[kind]
+        assert ((back.view(-1) - x.float().view(-1)).abs() <= bound).all(), name
+        if name == "zeros":
+            assert not back.any()
+        names = ("codes", "scales")
+        for _ in range(50):
+            beside = torch.full((n + 5000,), float("nan"), dtype=dtype)
+            beside[:n] = x.view(-1)
+            spoilt = dict(zip(names, (torch.randint_like(p, 100) if p.dtype != torch.float32 else
+                                      torch.full_like(p, float("nan")) for p in parts), strict=True))  # fmt: skip
+            again = quantised(backend, kind, beside[:n], block_size, **spoilt)
+            assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)), name
+            assert torch.equal(dequantised(backend, kind, parts, torch.full_like(back, float("nan")), block_size), back)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize(("kind", "block_size"), OTHERS)
+def test_b43_other_formats_refuse_nan_and_infinity(backend, bad, dtype, kind, block_size):
+    for position in (0, 70, 4159, 64 * 130 - 1):
+        x = torch.randn(64, 130).to(dtype)
+        x.view(-1)[position] = bad
+        with pytest.raises(UserError, match="NaN or infinite"):
+            quantised(backend, kind, x, block_size)
+
+
 def round_trip(backend, x, block_size, dtype):
     codes, absmax = backend.quantize_nf4(x, block_size)
     return codes, absmax, backend.dequantize_nf4(codes, absmax, torch.empty(x.shape, dtype=dtype), block_size)

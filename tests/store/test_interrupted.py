@@ -35,7 +35,7 @@ with quantize.Checkpoint.open(sys.argv[1]) as checkpoint:
     plan = quantize.plan_store(checkpoint, settings)
     head = quantize.journal_head(checkpoint, plan, settings)
     with quantize.Journal.open(Path(sys.argv[2]), head, plan.groups) as journal:
-        pipeline.run_pipeline(checkpoint, plan.groups, journal, block_size=64, advance=stop)
+        pipeline.run_pipeline(checkpoint, plan.groups, journal, advance=stop)
 """
 
 
@@ -87,7 +87,7 @@ def start(source, store, stop_after: int, error: type[BaseException]) -> None:
         from lamella.store.quantize import journal_head
 
         with Journal.open(store, journal_head(checkpoint, plan, settings), plan.groups) as journal:
-            run_pipeline(checkpoint, plan.groups, journal, block_size=64, advance=advance)
+            run_pipeline(checkpoint, plan.groups, journal, advance=advance)
 
 
 def test_ctrl_c_ends_all_threads_and_can_go_on(source, unbroken, tmp_path):

@@ -58,7 +58,7 @@ def test_reader_and_quantiser_advance_while_the_writer_is_held(tmp_path):
 
             def work():
                 try:
-                    run_pipeline(checkpoint, plan.groups, journal, block_size=64,
+                    run_pipeline(checkpoint, plan.groups, journal,
                                  advance=lambda nbytes, file: quantised.append(file), threads=1)  # fmt: skip
                 except BaseException as error:
                     failed.append(error)

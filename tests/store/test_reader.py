@@ -149,7 +149,7 @@ def test_other_damage_to_the_manifest(store):
         (store / MANIFEST_NAME).write_text(text)
         return edit(store, change)
 
-    assert "store format 2" in again(lambda tree: tree.update(format_version=2))
+    assert "store format 3" in again(lambda tree: tree.update(format_version=3))
     assert "num_layers is 3" in again(lambda tree: tree.update(num_layers=3))
     assert "`surprise`" in again(lambda tree: tree.update(surprise=1))
     assert "lies wrong" in again(lambda tree: tree["outer"]["tensors"][0]["parts"]["data"].__setitem__(0, 1 << 40))

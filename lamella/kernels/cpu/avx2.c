@@ -7,6 +7,7 @@
 
 static const float table[16] = {NF4_VALUES};
 static const float midpoints[15] = {NF4_MIDPOINTS};
+static const float mx_values[16] = {MX_VALUES};
 
 static inline __m256 load8(const void *x, int dtype, int64_t i) {
     if (dtype == FP32) return _mm256_loadu_ps((const float *)x + i);
@@ -97,12 +98,16 @@ static inline __m256i round_bf16(__m256 v) { /* 8 dwords, value in the low half 
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff)), 16);
 }
 
-static inline void dequantize16(const uint8_t *codes, const float *scales, uint16_t *out, int dtype, int64_t block,
-                                int64_t b0, int64_t b1, int stream) {
-    const __m256 low8 = _mm256_loadu_ps(table), high8 = _mm256_loadu_ps(table + 8);
+#define INLINE static inline __attribute__((always_inline))
+
+/* NF4, or MXFP4 with its scales: then the low nibble comes first. */
+INLINE void dequantize16(const uint8_t *codes, const float *scales, const uint8_t *mx_scales, uint16_t *out, int dtype,
+                         int64_t block, int64_t b0, int64_t b1, int stream) {
+    const float *values = mx_scales ? mx_values : table;
+    const __m256 low8 = _mm256_loadu_ps(values), high8 = _mm256_loadu_ps(values + 8);
     const __m256i nibble = _mm256_set1_epi8(15), low_byte = _mm256_set1_epi16(0xff);
     for (int64_t b = b0; b < b1; b++) {
-        const __m256 scale = _mm256_set1_ps(scales[b - b0]);
+        const __m256 scale = _mm256_set1_ps(mx_scales ? mx_scale(mx_scales[b - b0]) : scales[b - b0]);
         const __m256 low = _mm256_mul_ps(low8, scale), high = _mm256_mul_ps(high8, scale);
         __m256i words;
         if (dtype == BF16)
@@ -117,8 +122,9 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
         const __m256i table_high = _mm256_permute2x128_si256(split, split, 0x11);
         for (int64_t i = b * block; i < (b + 1) * block; i += 32) {
             const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(codes + i / 2)));
-            const __m256i index =
-                _mm256_and_si256(_mm256_or_si256(_mm256_srli_epi16(wide, 4), _mm256_slli_epi16(wide, 8)), nibble);
+            const __m256i both = mx_scales ? _mm256_or_si256(wide, _mm256_slli_epi16(wide, 4))
+                                           : _mm256_or_si256(_mm256_srli_epi16(wide, 4), _mm256_slli_epi16(wide, 8));
+            const __m256i index = _mm256_and_si256(both, nibble);
             const __m256i bytes_low = _mm256_shuffle_epi8(table_low, index);
             const __m256i bytes_high = _mm256_shuffle_epi8(table_high, index);
             const __m256i a = _mm256_unpacklo_epi8(bytes_low, bytes_high); /* values 0-7, 16-23 */
@@ -129,15 +135,16 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
     }
 }
 
-static inline void dequantize32(const uint8_t *codes, const float *scales, float *out, int64_t block, int64_t b0,
-                                int64_t b1, int stream) {
-    const __m256 low8 = _mm256_loadu_ps(table), high8 = _mm256_loadu_ps(table + 8);
-    const __m256i shift = _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0);
+INLINE void dequantize32(const uint8_t *codes, const float *scales, const uint8_t *mx_scales, float *out, int64_t block,
+                         int64_t b0, int64_t b1, int stream) {
+    const float *values = mx_scales ? mx_values : table;
+    const __m256 low8 = _mm256_loadu_ps(values), high8 = _mm256_loadu_ps(values + 8);
+    const __m256i shift = _mm256_set1_epi64x(mx_scales ? 4ll << 32 : 4); /* dwords: 4, 0, 4, 0, ... or 0, 4, ... */
     /* one byte into the low byte of two neighbouring dwords */
     const __m256i twice = _mm256_setr_epi8(0, -1, -1, -1, 0, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1,
                                            2, -1, -1, -1, 3, -1, -1, -1, 3, -1, -1, -1);
     for (int64_t b = b0; b < b1; b++) {
-        const __m256 scale = _mm256_set1_ps(scales[b - b0]);
+        const __m256 scale = _mm256_set1_ps(mx_scales ? mx_scale(mx_scales[b - b0]) : scales[b - b0]);
         const __m256 low = _mm256_mul_ps(low8, scale), high = _mm256_mul_ps(high8, scale);
         for (int64_t i = b * block; i < (b + 1) * block; i += 8) {
             int32_t four;
@@ -154,13 +161,57 @@ static inline void dequantize32(const uint8_t *codes, const float *scales, float
 static void dequantize(const uint8_t *codes, const float *scales, void *out, int dtype, int64_t block, int64_t b0,
                        int64_t b1, int stream) {
     if (dtype == FP32)
-        dequantize32(codes, scales, out, block, b0, b1, stream);
+        dequantize32(codes, scales, NULL, out, block, b0, b1, stream);
     else
-        dequantize16(codes, scales, out, dtype, block, b0, b1, stream);
+        dequantize16(codes, scales, NULL, out, dtype, block, b0, b1, stream);
     if (stream) _mm_sfence();
 }
 
-static const kernel_set set = {quantize, dequantize, scales_plain, keep_row_plain};
+INLINE void load(const void *x, int dtype, int64_t first, int count, float *to) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, load8(x, dtype, first + i));
+    for (; i < count; i++) to[i] = load_value(x, dtype, first + i);
+}
+
+QUANTIZE_MX(load)
+QUANTIZE_INT8(load)
+
+static void dequantize_mx(const uint8_t *codes, const uint8_t *scales, void *out, int dtype, int64_t b0, int64_t b1,
+                          int stream) {
+    if (dtype == FP32)
+        dequantize32(codes, NULL, scales, out, MX_BLOCK, b0, b1, stream);
+    else
+        dequantize16(codes, NULL, scales, out, dtype, MX_BLOCK, b0, b1, stream);
+    if (stream) _mm_sfence();
+}
+
+static void dequantize_int8(const int8_t *codes, const float *scales, void *out, int dtype, int64_t n, int64_t block,
+                            int64_t b0, int64_t b1, int stream) {
+    (void)stream;
+    for (int64_t b = b0; b < b1; b++) {
+        const float scale = scales[b];
+        const __m256 factor = _mm256_set1_ps(scale);
+        const int64_t last = (b + 1) * block < n ? (b + 1) * block : n;
+        int64_t i = b * block;
+        for (; i + 8 <= last; i += 8) {
+            const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+            const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(wide), factor);
+            if (dtype == FP32) {
+                _mm256_storeu_ps((float *)out + i, v);
+            } else if (dtype == BF16) {
+                const __m256i words = round_bf16(v);
+                const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+                _mm_storeu_si128((__m128i *)((uint16_t *)out + i), packed);
+            } else {
+                _mm_storeu_si128((__m128i *)((uint16_t *)out + i), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+            }
+        }
+        for (; i < last; i++) store_value(out, dtype, i, (float)codes[i] * scale);
+    }
+}
+
+static const kernel_set set = {quantize,    dequantize,    scales_plain,  keep_row_plain,
+                               quantize_mx, dequantize_mx, quantize_int8, dequantize_int8};
 const kernel_set *const kernels_avx2 = &set;
 #else
 const kernel_set *const kernels_avx2 = NULL;

@@ -13,6 +13,7 @@ enum { WRITE_AHEAD = 1024 }; /* bytes; owning lines early hides their latency */
 
 static const float table[16] = {NF4_VALUES};
 static const float midpoints[15] = {NF4_MIDPOINTS};
+static const float mx_values[16] = {MX_VALUES};
 
 static inline __m512 load16(const void *x, int dtype, int64_t i) {
     if (dtype == FP32) return _mm512_loadu_ps((const float *)x + i);
@@ -101,11 +102,14 @@ static inline void store512(void *to, __m512i v, int stream) {
         _mm512_storeu_si512(to, v);
 }
 
-static inline void dequantize16(const uint8_t *codes, const float *scales, uint16_t *out, int dtype, int64_t block,
-                                int64_t b0, int64_t b1, int stream) {
-    const __m512 values = _mm512_loadu_ps(table);
+#define INLINE static inline __attribute__((always_inline))
+
+/* NF4, or MXFP4 with its scales: then the low nibble comes first. */
+INLINE void dequantize16(const uint8_t *codes, const float *scales, const uint8_t *mx_scales, uint16_t *out, int dtype,
+                         int64_t block, int64_t b0, int64_t b1, int stream) {
+    const __m512 values = _mm512_loadu_ps(mx_scales ? mx_values : table);
     const __m512i one = _mm512_set1_epi32(1), bias = _mm512_set1_epi32(0x7fff);
-    const __m512i shift = _mm512_set1_epi32(4); /* words: 4, 0, 4, 0, ... */
+    const __m512i shift = _mm512_set1_epi32(mx_scales ? 4 << 16 : 4); /* words: 4, 0, 4, 0, ... or 0, 4, ... */
     const __m512i twice = _mm512_set_epi8(-1, 15, -1, 15, -1, 14, -1, 14, -1, 13, -1, 13, -1, 12, -1, 12,
                                           -1, 11, -1, 11, -1, 10, -1, 10, -1, 9, -1, 9, -1, 8, -1, 8,
                                           -1, 7, -1, 7, -1, 6, -1, 6, -1, 5, -1, 5, -1, 4, -1, 4,
@@ -115,7 +119,8 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
     const uint8_t *in = codes + b0 * block / 2;
     uint16_t *to = out + b0 * block;
     for (int64_t b = b0; b < b1; b++) {
-        const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(scales[b - b0]));
+        const float scale = mx_scales ? mx_scale(mx_scales[b - b0]) : scales[b - b0];
+        const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(scale));
         __m512i lookup;
         if (dtype == BF16) {
             /* not vcvtneps2bf16: it turns subnormals into zero */
@@ -135,12 +140,13 @@ static inline void dequantize16(const uint8_t *codes, const float *scales, uint1
     }
 }
 
-static inline void dequantize32(const uint8_t *codes, const float *scales, float *out, int64_t block, int64_t b0,
-                                int64_t b1, int stream) {
-    const __m512 values = _mm512_loadu_ps(table);
-    const __m512i shift = _mm512_set1_epi64(4); /* dwords: 4, 0, 4, 0, ... */
+INLINE void dequantize32(const uint8_t *codes, const float *scales, const uint8_t *mx_scales, float *out, int64_t block,
+                         int64_t b0, int64_t b1, int stream) {
+    const __m512 values = _mm512_loadu_ps(mx_scales ? mx_values : table);
+    const __m512i shift = _mm512_set1_epi64(mx_scales ? 4ll << 32 : 4); /* dwords: 4, 0, 4, 0, ... or 0, 4, ... */
     for (int64_t b = b0; b < b1; b++) {
-        const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(scales[b - b0]));
+        const float scale = mx_scales ? mx_scale(mx_scales[b - b0]) : scales[b - b0];
+        const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(scale));
         for (int64_t i = b * block; i < (b + 1) * block; i += 16) {
             const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
             const __m512i index =
@@ -153,15 +159,15 @@ static inline void dequantize32(const uint8_t *codes, const float *scales, float
 static void dequantize(const uint8_t *codes, const float *scales, void *out, int dtype, int64_t block, int64_t b0,
                        int64_t b1, int stream) {
     if (dtype == FP32 && stream)
-        dequantize32(codes, scales, out, block, b0, b1, 1);
+        dequantize32(codes, scales, NULL, out, block, b0, b1, 1);
     else if (dtype == FP32)
-        dequantize32(codes, scales, out, block, b0, b1, 0);
+        dequantize32(codes, scales, NULL, out, block, b0, b1, 0);
     else if (dtype == BF16 && stream)
-        dequantize16(codes, scales, out, BF16, block, b0, b1, 1);
+        dequantize16(codes, scales, NULL, out, BF16, block, b0, b1, 1);
     else if (dtype == BF16)
-        dequantize16(codes, scales, out, BF16, block, b0, b1, 0);
+        dequantize16(codes, scales, NULL, out, BF16, block, b0, b1, 0);
     else
-        dequantize16(codes, scales, out, FP16, block, b0, b1, stream);
+        dequantize16(codes, scales, NULL, out, FP16, block, b0, b1, stream);
     if (stream) _mm_sfence();
 }
 
@@ -177,7 +183,83 @@ static void gather_scales(const uint8_t *q, const float *code, float scale, floa
     scales_plain(q + i, code, scale, offset, count - i, scales + i);
 }
 
-static const kernel_set set = {quantize, dequantize, gather_scales, keep_row_plain};
+INLINE void load(const void *x, int dtype, int64_t first, int count, float *to) {
+    int i = 0;
+    for (; i + 16 <= count; i += 16) _mm512_storeu_ps(to + i, load16(x, dtype, first + i));
+    for (; i < count; i++) to[i] = load_value(x, dtype, first + i);
+}
+
+QUANTIZE_MX(load)
+QUANTIZE_INT8(load)
+
+static void dequantize_mx(const uint8_t *codes, const uint8_t *scales, void *out, int dtype, int64_t b0, int64_t b1,
+                          int stream) {
+    if (dtype == FP32 && stream)
+        dequantize32(codes, NULL, scales, out, MX_BLOCK, b0, b1, 1);
+    else if (dtype == FP32)
+        dequantize32(codes, NULL, scales, out, MX_BLOCK, b0, b1, 0);
+    else if (dtype == BF16 && stream)
+        dequantize16(codes, NULL, scales, out, BF16, MX_BLOCK, b0, b1, 1);
+    else if (dtype == BF16)
+        dequantize16(codes, NULL, scales, out, BF16, MX_BLOCK, b0, b1, 0);
+    else
+        dequantize16(codes, NULL, scales, out, FP16, MX_BLOCK, b0, b1, stream);
+    if (stream) _mm_sfence();
+}
+
+/* 16 scaled values; blocks of any length, so nothing is aligned unless `stream` says so. */
+INLINE void store_scaled(void *out, int dtype, int64_t i, __m512 v, int stream) {
+    if (dtype == FP32) {
+        store512((float *)out + i, _mm512_castps_si512(v), stream);
+        return;
+    }
+    __m256i half;
+    if (dtype == BF16) {
+        const __m512i bits = _mm512_castps_si512(v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    } else {
+        half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+    }
+    if (stream)
+        _mm256_stream_si256((__m256i *)((uint16_t *)out + i), half);
+    else
+        _mm256_storeu_si256((__m256i *)((uint16_t *)out + i), half);
+}
+
+INLINE void dequantize8(const int8_t *codes, const float *scales, void *out, int dtype, int64_t n, int64_t block,
+                        int64_t b0, int64_t b1, int stream) {
+    for (int64_t b = b0; b < b1; b++) {
+        const float scale = scales[b];
+        const __m512 factor = _mm512_set1_ps(scale);
+        const int64_t last = (b + 1) * block < n ? (b + 1) * block : n;
+        int64_t i = b * block;
+        for (; i + 16 <= last; i += 16) {
+            if (!stream) __builtin_prefetch((const char *)out + (dtype == FP32 ? 4 : 2) * i + WRITE_AHEAD, 1, 2);
+            const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
+            store_scaled(out, dtype, i, _mm512_mul_ps(_mm512_cvtepi32_ps(wide), factor), stream);
+        }
+        for (; i < last; i++) store_value(out, dtype, i, (float)codes[i] * scale);
+    }
+}
+
+static void dequantize_int8(const int8_t *codes, const float *scales, void *out, int dtype, int64_t n, int64_t block,
+                            int64_t b0, int64_t b1, int stream) {
+    stream = stream && block % 32 == 0;
+    if (dtype == FP32)
+        dequantize8(codes, scales, out, FP32, n, block, b0, b1, stream);
+    else if (dtype == BF16 && stream)
+        dequantize8(codes, scales, out, BF16, n, block, b0, b1, 1);
+    else if (dtype == BF16)
+        dequantize8(codes, scales, out, BF16, n, block, b0, b1, 0);
+    else
+        dequantize8(codes, scales, out, FP16, n, block, b0, b1, stream);
+    if (stream) _mm_sfence();
+}
+
+static const kernel_set set = {quantize,    dequantize,    gather_scales, keep_row_plain,
+                               quantize_mx, dequantize_mx, quantize_int8, dequantize_int8};
 const kernel_set *const kernels_avx512 = &set;
 #else
 const kernel_set *const kernels_avx512 = NULL;

@@ -3,13 +3,12 @@
 #include "parallel.h"
 
 enum { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
-enum { GRAIN_VALUES = 1 << 16 }; /* least work worth a thread */
 enum { NESTED_CHUNK = 1024 };    /* scales undone at a time, on the stack */
 
-static const kernel_set *const *const sets[] = {&kernels_portable, &kernels_avx2, &kernels_avx512};
+const kernel_set *const *const kernel_sets[] = {&kernels_portable, &kernels_avx2, &kernels_avx512};
 
 int lamella_supported(int isa) {
-    if (isa < ISA_PORTABLE || isa > ISA_AVX512 || !*sets[isa]) return 0;
+    if (isa < ISA_PORTABLE || isa > ISA_AVX512 || !*kernel_sets[isa]) return 0;
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_cpu_init();
     if (isa == ISA_AVX2)
@@ -62,12 +61,10 @@ static int quantize_range(void *data, int64_t begin, int64_t end) {
     return end > whole ? quantize_tail(job, whole) : 0;
 }
 
-static int64_t grain_blocks(int64_t block) { return (GRAIN_VALUES + block - 1) / block; }
-
 /* 0, or 1 when a value is NaN or infinite (codes and absmax are then unfinished). */
 int lamella_quantize(int isa, const void *x, int dtype, int64_t n, int64_t block, uint8_t *codes, float *absmax,
                      int threads) {
-    quantize_job job = {*sets[isa], x, dtype, n, block, codes, absmax};
+    quantize_job job = {*kernel_sets[isa], x, dtype, n, block, codes, absmax};
     return run_parallel(quantize_range, &job, (n + block - 1) / block, grain_blocks(block), threads);
 }
 
@@ -97,10 +94,7 @@ static void dequantize_tail(const dequantize_job *job, int64_t b, float scale) {
     static const float table[16] = {NF4_VALUES};
     for (int64_t i = b * job->block; i < job->n; i++) {
         const float value = table[i & 1 ? job->codes[i / 2] & 15 : job->codes[i / 2] >> 4] * scale;
-        if (job->dtype == FP32)
-            ((float *)job->out)[i] = value;
-        else
-            ((uint16_t *)job->out)[i] = job->dtype == BF16 ? float_to_bf16(value) : float_to_fp16(value);
+        store_value(job->out, job->dtype, i, value);
     }
 }
 
@@ -128,7 +122,7 @@ static int dequantize_range(void *data, int64_t begin, int64_t end) {
 void lamella_dequantize(int isa, const uint8_t *codes, const float *absmax, const uint8_t *absmax_q,
                         const float *absmax_code, const float *absmax2, float offset, void *out, int dtype, int64_t n,
                         int64_t block, int stream, int threads) {
-    dequantize_job job = {*sets[isa], codes, absmax, absmax_q, absmax_code, absmax2, offset, out, dtype, n, block,
+    dequantize_job job = {*kernel_sets[isa], codes, absmax, absmax_q, absmax_code, absmax2, offset, out, dtype, n, block,
                           stream && (uintptr_t)out % 64 == 0};
     run_parallel(dequantize_range, &job, (n + block - 1) / block, grain_blocks(block), threads);
 }
@@ -210,8 +204,8 @@ static int nested_range(void *data, int64_t begin, int64_t end) {
 
 void lamella_dequantize_absmax(int isa, const uint8_t *q, const float *code, const float *absmax2, float offset, int64_t n,
                                float *out, int threads) {
-    nested_job job = {{.set = *sets[isa], .absmax_q = q, .absmax_code = code, .absmax2 = absmax2, .offset = offset}, out};
-    run_parallel(nested_range, &job, n, GRAIN_VALUES, threads);
+    nested_job job = {{.set = *kernel_sets[isa], .absmax_q = q, .absmax_code = code, .absmax2 = absmax2, .offset = offset}, out};
+    run_parallel(nested_range, &job, n, LEAST_VALUES, threads);
 }
 
 typedef struct {
@@ -232,6 +226,6 @@ static int keep_range(void *data, int64_t begin, int64_t end) {
 /* out[row][column] = 1 where hash(key, column) >= threshold, else 0. */
 void lamella_keep_mask(int isa, const int64_t *keys, int64_t rows, int64_t columns, uint32_t threshold, uint8_t *out,
                        int threads) {
-    keep_job job = {*sets[isa], keys, columns, threshold, out};
-    run_parallel(keep_range, &job, rows, (GRAIN_VALUES + columns - 1) / columns, threads);
+    keep_job job = {*kernel_sets[isa], keys, columns, threshold, out};
+    run_parallel(keep_range, &job, rows, (LEAST_VALUES + columns - 1) / columns, threads);
 }
