@@ -240,7 +240,7 @@ def test_no_room_on_the_disk(tuned, tmp_path, monkeypatch):
 def test_what_does_not_belong_together_is_refused(tuned, tmp_path, made):
     case = tuned(FAMILIES["llama"]())
     other, _ = made(FAMILIES["llama"](), seed=1)  # same shapes, other weights
-    with pytest.raises(UserError, match="was trained on a base of fingerprint"):
+    with pytest.raises(UserError, match="was trained on a base with fingerprint"):
         merge(other.path, case.adapter, tmp_path / "out", "bf16")
     with pytest.raises(UserError, match="form 'int3' is not known"):
         merge(case.store.path, case.adapter, tmp_path / "out", "int3")
