@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lamella.checkpoint.bnb import EightBit, FourBit
 from lamella.checkpoint.fp8 import Fp8
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.mxfp4 import Mxfp4
@@ -45,4 +46,8 @@ def decoder_of(tensor: TensorInfo, read: Read) -> Decoder:
         return Fp8(tensor, read)
     if method == "mxfp4":
         return Mxfp4(tensor, read)
+    if method == "bnb-nf4":
+        return FourBit(tensor, read)
+    if method == "bnb-int8":
+        return EightBit(tensor, read)
     raise AssertionError(f"{tensor.name} is packed as {method}")

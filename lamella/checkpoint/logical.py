@@ -1,5 +1,6 @@
 """Names in a quantised checkpoint: which tensors belong together, and which weight they stand for.
 
+bnb       see `bnb.py`
 mxfp4     `W_blocks` with `W_scales`; or bytes `W` with e8m0 `M.scale` (DeepSeek-V4)
 fp8       weight F8 with a scale: `W_scale_inv`, `W_scale`, `M.scale`, `W.scale`, `M.qscale_weight` (M: W without `.weight`)
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamella.checkpoint import fp8, mxfp4
+from lamella.checkpoint import bnb, fp8, mxfp4
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.marks import method_of, quantization_of
 from lamella.checkpoint.orientation import takes_inputs_first
@@ -93,10 +94,62 @@ def logical_tensors(tensors: Iterable[TensorInfo], config: Mapping[str, Any], re
     found = {t.name: t for t in tensors}
     settings = quantization_of(config) or {}
     notices: list[str] = []
+    if method_of(settings) == "bitsandbytes" or any(bnb.STATE in name for name in found):
+        _join_bnb(found, read)
     _join_mxfp4(found, takes_inputs_first(config))
     if any(t.dtype in fp8.DTYPES for t in found.values()):
         _join_fp8(found, settings, notices)
     return Logical(list(found.values()), tuple(notices))
+
+
+def _join_bnb(found: dict[str, TensorInfo], read: Read | None) -> None:
+    beside: dict[str, dict[str, TensorInfo]] = {}
+    for name in list(found):
+        key = next((k for k in bnb.BESIDE if name.endswith(k)), None)
+        owner, state, kind = name.rpartition(bnb.STATE)
+        key = state + kind if state else key
+        if key is not None:
+            beside.setdefault(name.removesuffix(key), {})[key] = found.pop(name)
+    for owner, keys in beside.items():
+        weight = found.get(owner)
+        if weight is None:
+            first = next(iter(keys.values()))
+            raise UserError(f"{_where(owner)}: {first.name!r} has no tensor {owner!r}", fix=_DAMAGED, path=first.file)
+        if read is None:
+            raise UserError(f"shapes of 4-bit weights ({owner}) lie in their quant_state, not in the headers",
+                            fix="download the checkpoint and give its folder", path=weight.file)  # fmt: skip
+        found[owner] = bnb.pack_4bit(weight, keys, _where(owner), read)
+    for name in [n for n in found if n.endswith(".weight_format")]:
+        _check_row_format(found.pop(name), read)
+    for weight in [t for t in found.values() if t.dtype in ("I8", "U8") and t.packing is None and len(t.shape) >= 2]:
+        scale = found.pop(f"{weight.name.removesuffix('.weight')}.SCB", None)
+        if scale is None:
+            lacks = (
+                f"{weight.name}{bnb.STATE}nf4" if weight.dtype == "U8" else weight.name.removesuffix(".weight") + ".SCB"
+            )
+            what = f"{_where(weight.name)}: {weight.dtype} tensor {weight.name!r} lacks {lacks}"
+            raise UserError(what, fix=_DAMAGED, path=weight.file)
+        found[weight.name] = bnb.pack_8bit(weight, scale, _where(weight.name))
+    for name, scale in found.items():
+        if name.endswith(".SCB"):
+            what = f"{_where(name)}: {name!r} has no int8 tensor {name.removesuffix('.SCB')}.weight"
+            raise UserError(what, fix=_DAMAGED, path=scale.file)
+
+
+def _check_row_format(tensor: TensorInfo, read: Read | None) -> None:
+    """bitsandbytes before 0.43 also wrote columns in tiles."""
+    raw = bytearray(tensor.nbytes)
+    if read is not None:
+        read(tensor, 0, memoryview(raw))
+    if any(raw):
+        raise UserError(f"{tensor.name!r} is {raw[0]}: int8 weights in another order than rows (0) are not read",
+                        fix="save the checkpoint again with a newer bitsandbytes", path=tensor.file)  # fmt: skip
+
+
+def _where(name: str) -> str:
+    """`layer 3`, or what stands for it."""
+    number = next((part for part in name.split(".") if part.isdigit()), None)
+    return "outside the layers" if number is None else f"layer {number}"
 
 
 def _join_mxfp4(found: dict[str, TensorInfo], swapped: bool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,7 @@ from lamella.checkpoint.facts import Layout, ModelFacts, layout_of, model_facts
 from lamella.checkpoint.header import TensorInfo, read_header
 from lamella.checkpoint.logical import logical_tensors, refuse_packed, refuse_unread
 from lamella.checkpoint.marks import quantization_of
+from lamella.checkpoint.orientation import check_orientation
 from lamella.checkpoint.packing import Decoder, Native
 from lamella.checkpoint.reader import AGAIN, Reader
 from lamella.checkpoint.shapes import check_experts, check_shapes
@@ -85,22 +88,27 @@ class Checkpoint:
         if (path / "manifest.json").is_file() and (path / "layers").is_dir():
             raise UserError("is a layer store already; quantising it again would lose precision twice",
                             fix="use it as it is, or give the original checkpoint", path=path)  # fmt: skip
+        refuse_dangling(path)
         config = read_json(path / "config.json")
         refuse_unread(config, path / "config.json")
         stored, disagreement = read_tensors(path)
         facts = model_facts(config, path / "config.json")
         if disagreement and quantization_of(config):
             raise disagreement
-        reader = Reader()
-        logical = logical_tensors(stored, config, reader.read_into)
-        found = logical.tensors
-        check_shapes(found, facts, config, path)  # a shard of another model is better named by its shapes
-        if disagreement:
-            raise disagreement
-        tensors = {tensor.name: tensor for tensor in found}
-        refuse_packed(found)
-        layout = layout_of(tensors, facts, path)
-        check_experts(layout, facts, path)
+        with ExitStack() as on_error:
+            reader = Reader()
+            on_error.callback(reader.close)
+            logical = logical_tensors(stored, config, reader.read_into)
+            found = logical.tensors
+            check_shapes(found, facts, config, path)  # a shard of another model is better named by its shapes
+            if disagreement:
+                raise disagreement
+            refuse_packed(found)
+            check_orientation(found, facts, config)
+            tensors = {tensor.name: tensor for tensor in found}
+            layout = layout_of(tensors, facts, path)
+            check_experts(layout, facts, path)
+            on_error.pop_all()
         return cls(path, config, tensors, facts, layout, logical.notices, reader)
 
     def values(self, tensor: TensorInfo, first: int, out: NDArray[np.float32]) -> None:
@@ -172,6 +180,15 @@ def locate(source: str | Path) -> Path:
     if not HUB_ID.fullmatch(str(source)):
         raise UserError("no such folder", fix="give a checkpoint folder, or a hub id such as owner/name", path=path)
     return _download(str(source))
+
+
+def refuse_dangling(path: Path) -> None:
+    """Raises `UserError` for a link to a file that is not there: a cache moved or cleaned in part."""
+    for entry in sorted(path.iterdir()):
+        if entry.is_symlink() and not entry.exists() and any(entry.match(kind) for kind in _HUB_FILES):
+            target = os.readlink(entry)
+            raise UserError(f"is a link to {target}, which is not there ({(path / target).absolute()})",
+                            fix="download the checkpoint again, or copy what the link leads to", path=entry)  # fmt: skip
 
 
 def _download(hub_id: str) -> Path:

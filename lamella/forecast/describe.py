@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -34,6 +35,8 @@ from lamella.checkpoint.header import DTYPE_BYTES, TensorInfo
 from lamella.checkpoint.keys import Keys
 from lamella.checkpoint.kinds import FULL
 from lamella.checkpoint.packed import DiskRule, disk_rule, unpacked
+from lamella.checkpoint.packing import Read
+from lamella.checkpoint.reader import Reader
 from lamella.checkpoint.shapes import check_experts, check_shapes
 from lamella.checkpoint.source import HUB_ID, read_json, read_tensors
 from lamella.errors import UserError
@@ -186,15 +189,21 @@ def _by_headers(name: str, config: Mapping[str, Any], path: Path, settings: Quan
     found, disagreement = read_tensors(path)
     if disagreement:
         raise disagreement
-    return _by_tensors(name, config, found, path / "config.json", settings)
+    with closing(Reader()) as reader:
+        return _by_tensors(name, config, found, path / "config.json", settings, reader.read_into)
 
 
 def _by_tensors(
-    name: str, config: Mapping[str, Any], tensors: list[TensorInfo], path: Path, settings: QuantizeSettings
+    name: str,
+    config: Mapping[str, Any],
+    tensors: list[TensorInfo],
+    path: Path,
+    settings: QuantizeSettings,
+    read: Read | None = None,
 ) -> ModelShape:
     refuse_encoder(config, path)
     facts = model_facts(config, path)
-    real = unpacked(tensors, config)
+    real = unpacked(tensors, config, read)
     check_shapes(real, facts, config, path)
     layout = layout_of({t.name: t for t in real}, facts, path)
     check_experts(layout, facts, path)
