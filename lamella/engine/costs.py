@@ -6,6 +6,7 @@ import torch
 
 from lamella.engine.engine import Engine
 from lamella.engine.flops import FlopCounter
+from lamella.engine.weights import is_streamed
 from lamella.forecast import costs
 from lamella.forecast.describe import shape_of
 from lamella.forecast.shape import ModelShape, Site
@@ -22,7 +23,6 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
     assert adapter is not None, "no adapter attached"
     counter = FlopCounter(skeleton, adapter.sites.values())
     hidden, size = int(engine.config.hidden_size), skeleton.dtype.itemsize
-    formats = {r.name: r.format for key, _ in store.manifest.groups() for r in store.records(key)}
     shape = shape_of(store.path)
     activations = costs.activations_of(shape, _sites(engine, shape), size, engine.walk.weights.device.type)
     layers = []
@@ -30,7 +30,7 @@ def model_cost(engine: Engine, recompute: bool) -> ModelCost:
         records = store.records(i)
         layers.append(costs.layer_cost(
             counter.layer(i, recompute), hidden=hidden, dtype_bytes=size, packed_bytes=store.group_bytes(i),
-            quantised=sum(torch.Size(r.shape).numel() for r in records if formats[r.name] != "raw"),
+            quantised=sum(torch.Size(r.shape).numel() for r in records if is_streamed(r)),
             parameters=sum(torch.Size(r.shape).numel() for r in records),
             trained=sum(site.numel for site in adapter.layer_sites(i)),
             activation_bytes_per_token=activations[i],

@@ -9,6 +9,7 @@ import torch
 
 from lamella.models.pieces import Cut, ParamPlan
 from lamella.store.manifest import TensorRecord
+from lamella.store.reader import block_of
 
 _GAP_BYTES = 64
 """Ranges of a file that are no further apart are read as one."""
@@ -31,14 +32,23 @@ class Held:
     cut: Cut | None = None
 
 
-def held_of(plan: ParamPlan, cut: Cut | None, block_size: int) -> Held:
-    """What of a quantised parameter makes up its part `cut` (None: everything)."""
+def held_of(plan: ParamPlan, cut: Cut | None, block_size: int, records: Mapping[str, TensorRecord]) -> Held:
+    """What of a quantised parameter makes up its part `cut` (None: everything).
+
+    Args:
+        block_size: of tensors that say nothing else.
+        records: stored tensors by name.
+    """
     pieces = sorted(plan.pieces, key=lambda p: p.at)
     names = tuple(p.source for p in pieces)
     if cut is None:
         return Held(names, plan.shape)
     if cut.dim == 0 and all(p.at for p in pieces):  # experts stored one by one
         return Held(tuple(p.source for p in pieces if cut.first <= p.at[0] < cut.last), cut.shape(plan.shape))
+    first = records[names[0]]
+    block_size = block_of(first, block_size)
+    if first.order and (cut.dim or first.order[0]):
+        return Held(names, plan.shape, cut=cut)
     row = torch.Size(plan.shape[1:]).numel()
     edges = (cut.first, cut.last) if cut.dim else (cut.first * row, cut.last * row)
     rows_fit = cut.dim == 0 or (len(plan.shape) == 2 and row % block_size == 0)
@@ -63,9 +73,10 @@ def ranges_of(
         for name in held.names if torch.Size(held.shape).numel() else ():
             parts = dict(records[name].parts)
             if held.part is not None and held.part.dim == 0:
-                offset, _ = parts["codes"]
-                row = torch.Size(held.shape[1:]).numel()
-                parts["codes"] = (offset + held.part.first * row // 2, held.shape[0] * row // 2)
+                large = "data" if records[name].format == "raw" else "codes"
+                offset, size = parts[large]
+                row, whole = torch.Size(held.shape[1:]).numel(), records[name].numel
+                parts[large] = (offset + held.part.first * row * size // whole, held.shape[0] * row * size // whole)
             wanted += parts.values()
     joined: list[tuple[int, int]] = []
     for offset, nbytes in sorted(wanted):

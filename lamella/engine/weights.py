@@ -1,7 +1,7 @@
 """Where the base weights are, and how a layer's come to its modules.
 
-Every layer's quantised parameters are views of one shared buffer in the compute dtype: dequantising layer i
-into it is all that binding takes. On a CPU experts stay packed (`models/packed.py`). Small tensors that were kept in
+Every layer's weights are views of one shared buffer in the compute dtype, whatever their formats: dequantising layer i
+into it is all that binding takes. (Here as elsewhere those that a store keeps in 16 bit count with the quantised ones.) On a CPU experts stay packed (`models/packed.py`). Small tensors that were kept in
 16 bit (norms, biases, routers) stay in memory. Packed layers are held in memory as far as the budget goes; the others are
 read from the store into two slots, the next one ahead of its turn. On a GPU the budget is the device's memory; see
 `device.py`.
@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from lamella.checkpoint.facts import QUANTISED_CLASSES
 from lamella.engine.device import (
     Copier,
     CudaCopier,
@@ -47,7 +48,7 @@ from lamella.models.pieces import Cut, ParamPlan
 from lamella.models.skeleton import Skeleton
 from lamella.ranks.beats import PULSE
 from lamella.store.manifest import TensorRecord
-from lamella.store.reader import GroupKey, PackedGroup, Store
+from lamella.store.reader import GroupKey, PackedGroup, Store, block_of, in_order
 from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly
 from lamella.trace.recorder import RECORDER
@@ -71,14 +72,18 @@ def aligned_bytes(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fill:
-    """Dequantise these stored tensors, one after the other, into `out`; or a part of one, of whole blocks."""
+    """Dequantise these stored tensors, one after the other, into `out`; or a part of one, of whole blocks. `stored`: of one
+    tensor, in the order in which its values lie."""
 
     names: tuple[str, ...]
     out: Tensor
     part: Cut | None = None
+    stored: bool = False
 
     def run(self, packed: PackedGroup) -> None:
-        if self.part is None:
+        if self.part is None and self.stored:
+            packed.dequantize_stored(self.names[0], self.out)
+        elif self.part is None:
             packed.dequantize_many(self.names, self.out)
         elif self.part.dim:
             packed.dequantize_columns(self.names[0], self.part.first, self.part.last, self.out)
@@ -140,7 +145,7 @@ class LayerWeights:
         self._stored_dtypes = {
             r.name: getattr(torch, r.dtype) for key, _ in store.manifest.groups() for r in store.records(key)
         }
-        self._formats = {r.name: r.format for key, _ in store.manifest.groups() for r in store.records(key)}
+        self._records = {r.name: r for key, _ in store.manifest.groups() for r in store.records(key)}
         by_layer: dict[int | None, list[ParamPlan]] = {}
         for plan in self.plans.values():
             by_layer.setdefault(plan.layer, []).append(plan)
@@ -168,7 +173,7 @@ class LayerWeights:
         self._arenas: list[HostArena | PageLock] = []
         self._bind_outer()
         for i in range(layers):
-            self._hold_small(by_layer.get(i, []), read_raw(self.store, i))
+            self._hold_small(by_layer.get(i, []), i)
         self._bind_layers()
         self._on_device: DeviceSlots | None = None
         self._start_slots()
@@ -197,7 +202,8 @@ class LayerWeights:
     # ---- sizes ----------------------------------------------------------------------------------
 
     def _is_quantised(self, plan: ParamPlan) -> bool:
-        return self._formats[plan.pieces[0].source] == "nf4"
+        """Whether a parameter is dequantised layer by layer: weights, also those that are kept in 16 bit."""
+        return any(is_streamed(self._records[piece.source]) for piece in plan.pieces)
 
     def _quantised_numel(self, plans: list[ParamPlan]) -> int:
         wanted = [p for p in plans if self._is_quantised(p) and not self._stays_packed(p)]
@@ -209,7 +215,7 @@ class LayerWeights:
         return torch.empty(numel, dtype=self.skeleton.dtype, device=self.device)
 
     def _held(self, plan: ParamPlan) -> Held:
-        return held_of(plan, self.cuts.get(plan.name), self.store.manifest.block_size)
+        return held_of(plan, self.cuts.get(plan.name), self.store.manifest.block_size, self._records)
 
     def _ranges(self, i: int) -> list[tuple[int, int]] | None:
         """(offset, bytes) of what of layer i's file is read; None: all of it."""
@@ -234,7 +240,9 @@ class LayerWeights:
         if plan.name not in self._packable:
             quantised = self._may_stay_packed and plan.layer is not None and self._is_quantised(plan)
             block_size = self.store.manifest.block_size
-            self._packable[plan.name] = quantised and can_stay_packed(plan, self._owner(plan)[0], block_size)
+            self._packable[plan.name] = quantised and can_stay_packed(
+                plan, self._owner(plan)[0], block_size, self._records
+            )
         return self._packable[plan.name]
 
     @property
@@ -325,14 +333,15 @@ class LayerWeights:
         self._shared[i].populate()
         return packed
 
-    def _hold_small(self, plans: list[ParamPlan], stored: dict[str, Tensor]) -> None:
-        """Keep a layer's unquantised tensors, whole."""
-        for plan in plans:
-            if not self._is_quantised(plan):
-                whole = torch.empty(plan.shape, dtype=self._dtype_of(plan.name), device=self.device)
-                for piece in plan.pieces:
-                    piece.view(whole).copy_(stored[piece.source])
-                self._small[plan.name] = whole
+    def _hold_small(self, plans: list[ParamPlan], i: int) -> None:
+        """Keep layer i's unquantised tensors, whole."""
+        small = [plan for plan in plans if not self._is_quantised(plan)]
+        stored = read_raw(self.store, i, {piece.source for plan in small for piece in plan.pieces})
+        for plan in small:
+            whole = torch.empty(plan.shape, dtype=self._dtype_of(plan.name), device=self.device)
+            for piece in plan.pieces:
+                piece.view(whole).copy_(stored[piece.source])
+            self._small[plan.name] = whole
 
     def _bind_layers(self) -> None:
         self._fills: list[list[Fill]] = []
@@ -357,19 +366,30 @@ class LayerWeights:
                 numel = torch.Size(held.shape).numel()
                 view = self._buffer[offset : offset + numel].view(held.shape)
                 offset += _padded(numel)
+                record = self._records[held.names[0]] if held.names else None
+                ordered = record is not None and bool(record.order)
                 if numel:
-                    fills.append(Fill(held.names, view, held.part))
+                    fills.append(Fill(held.names, view, held.part, ordered))
+                if record is not None and ordered:
+                    view = in_order(record, view, held.shape)
                 cut = held.cut
             else:
                 view = self._small[plan.name]
             bind_tensor(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
         return fills
 
+    def _is_job(self, fill: Fill) -> bool:
+        """Whether a fill is of whole NF4 tensors in the store's own blocks."""
+        block_size = self.store.manifest.block_size
+        records = [self._records[name] for name in fill.names]
+        return fill.part is None and all(r.format == "nf4" and block_of(r, block_size) == block_size for r in records)
+
     def _jobs_of(self, i: int) -> Tensor | None:
-        """Layer i's fills for one call of the kernels, where all are whole tensors and few."""
-        fills = self._fills[i]
-        if any(fill.part is not None for fill in fills) or not 0 < sum(len(fill.names) for fill in fills) <= MOST_JOBS:
+        """Layer i's fills for one call of the kernels, where few; they are taken from `_fills`."""
+        fills = [fill for fill in self._fills[i] if self._is_job(fill)]
+        if not 0 < sum(len(fill.names) for fill in fills) <= MOST_JOBS:
             return None
+        self._fills[i] = [fill for fill in self._fills[i] if not self._is_job(fill)]
         records = {record.name: record for record in self.store.records(i)}
         jobs = []
         for fill in fills:
@@ -390,7 +410,9 @@ class LayerWeights:
                 by_module.setdefault(id(module), (module, {}))[1][key] = plan
         found = []
         for module, named in by_module.values():
-            module.__dict__["lamella_packed"] = ExpertBytes(named, self.cuts.get(next(iter(named.values())).name))
+            cut = self.cuts.get(next(iter(named.values())).name)
+            block_size = self.store.manifest.block_size
+            module.__dict__["lamella_packed"] = ExpertBytes(named, self._records, block_size, cut)
             found.append(module.__dict__["lamella_packed"])
         return found
 
@@ -627,11 +649,10 @@ class LayerWeights:
         self._blanked = False
         with RECORDER.span("dequantise", f"layer {i}"):
             jobs = self._jobs[i]
-            if jobs is not None and packed.buffer.device.type == "cpu":
+            if jobs is not None:
                 dequantize_nf4_many(packed.buffer, jobs, self._buffer, packed.block_size)
-            else:
-                for fill in self._fills[i]:
-                    fill.run(packed)
+            for fill in self._fills[i]:
+                fill.run(packed)
         self._put_to_work(i, packed)
         self._filled = i
 
@@ -756,15 +777,20 @@ def bind_tensor(module: nn.Module, key: str, tensor: Tensor | None) -> None:
         module._buffers[key] = tensor
 
 
-def read_raw(store: Store, i: GroupKey) -> dict[str, Tensor]:
-    """Only the `raw` tensors of a group, without reading the rest of its file."""
+def is_streamed(record: TensorRecord) -> bool:
+    """Whether a tensor's values come to their parameter at each turn of its layer: all but the small ones in 16 bit or more."""
+    return record.format != "raw" or (record.tensor_class in QUANTISED_CLASSES and record.numel > 0)
+
+
+def read_raw(store: Store, i: GroupKey, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Only the `raw` tensors of a group (those named; None: all), without reading the rest of its file."""
     group = store.manifest.outer if i == "outer" else store.manifest.layers[i]
     file = store.path / group.file
     tensors = {}
     fd = os.open(file, os.O_RDONLY)
     try:
         for record in group.tensors:
-            if record.format == "raw":
+            if record.format == "raw" and (names is None or record.name in names):
                 offset, nbytes = record.parts["data"]
                 data = torch.empty(nbytes, dtype=torch.uint8)
                 read_exactly(fd, memoryview(data.numpy()), offset, file)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ A MoE layer's experts are nearly all of its bytes: the 128 experts of a Qwen3-23
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,23 +16,36 @@ from torch import Tensor, nn
 
 from lamella.kernels.experts import COLUMNS, PARTS, PackedExperts
 from lamella.models.pieces import Cut, ParamPlan, Piece
-from lamella.store.reader import PackedGroup
+from lamella.store.manifest import TensorRecord
+from lamella.store.reader import PackedGroup, block_of
 
 BLOCK = 64
+"""Values per scale that the fused kernels take."""
 _scratch: dict[torch.dtype, Tensor] = {}
 
 
-def can_stay_packed(plan: ParamPlan, module: nn.Module, block_size: int) -> bool:
-    """Whether a parameter is a stack of experts whose borders are borders of quantised blocks."""
-    if len(plan.shape) != 3 or not hasattr(module, "has_gate") or block_size != BLOCK:
+def can_stay_packed(
+    plan: ParamPlan, module: nn.Module, block_size: int, records: Mapping[str, TensorRecord]
+) -> bool:
+    """Whether a parameter is a stack of experts whose borders are borders of quantised blocks.
+
+    Args:
+        block_size: of tensors that say nothing else.
+        records: stored tensors by name.
+    """
+    if len(plan.shape) != 3 or not hasattr(module, "has_gate"):
         return False
     experts = plan.shape[0]
-    whole = len(plan.pieces) == 1 and plan.pieces[0].at == ()
-    per_expert = torch.Size(plan.shape[1:]).numel()
-    if whole:
-        return per_expert % BLOCK == 0
+    stored = [records[p.source] for p in plan.pieces]
+    blocks = [block_of(record, block_size) for record in stored]
+    if len(plan.pieces) == 1 and plan.pieces[0].at == ():
+        orders = ((), (0, 1, 2), (0, 2, 1))
+        return stored[0].order in orders and torch.Size(plan.shape[1:]).numel() % blocks[0] == 0
+    if any(record.order for record in stored):
+        return False
     sizes = [math.prod(p.shape(plan.shape)) for p in plan.pieces]
-    return all(p.at for p in plan.pieces) and all(n % BLOCK == 0 for n in sizes) and len(plan.pieces) % experts == 0
+    fit = all(n % block == 0 for n, block in zip(sizes, blocks, strict=True))
+    return all(p.at for p in plan.pieces) and fit and len(plan.pieces) % experts == 0
 
 
 @dataclass
@@ -40,12 +54,16 @@ class ExpertBytes:
 
     Attributes:
         plans: parameter name in the module (`gate_up_proj`, `down_proj`, ...) -> where it comes from.
+        records: their stored tensors by name.
+        block_size: of those that say nothing else.
         held: the experts that this rank holds (all parameters' first dimension); None: all. Experts are numbered from
             the first one held.
         group: the layer's bytes, or None while the layer is not at work.
     """
 
     plans: dict[str, ParamPlan]
+    records: Mapping[str, TensorRecord]
+    block_size: int = BLOCK
     held: Cut | None = None
     group: PackedGroup | None = None
 
@@ -110,11 +128,16 @@ class ExpertBytes:
         ]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3, PARTS)
 
+    @cached_property
+    def _nf4(self) -> bool:
+        records = [self.records[p.source] for plan in self.plans.values() for p in plan.pieces]
+        return all(r.format == "nf4" and block_of(r, self.block_size) == BLOCK for r in records)
+
     @property
     def table_sizes(self) -> tuple[int, int] | None:
-        """Hidden and inner size of experts whose shapes the fused kernels serve."""
+        """Hidden and inner size of experts whose shapes and formats the fused kernels serve."""
         gate_up, down = self.plans.get("gate_up_proj"), self.plans.get("down_proj")
-        if gate_up is None or down is None:
+        if gate_up is None or down is None or not self._nf4:
             return None
         experts, twice, hidden = gate_up.shape
         inner = twice // 2
@@ -131,7 +154,8 @@ class ExpertBytes:
 
 @dataclass
 class ExpertParameter:
-    """Stands for a [E, O, I] parameter: indexing dequantises one expert, into a buffer that the next one reuses."""
+    """Stands for a [E, O, I] parameter: indexing dequantises one expert, into a buffer that the next one reuses (a transposed
+    view of it where the store holds its rows as columns)."""
 
     bytes: ExpertBytes
     plan: ParamPlan
@@ -151,7 +175,10 @@ class ExpertParameter:
         out = buffer[:numel]
         pieces, sliced = self.bytes.pieces(self.plan.name.rpartition(".")[2], expert)
         if sliced:
-            group.dequantize_slice(pieces[0].source, expert * numel, out)
+            source = pieces[0].source
+            group.dequantize_slice(source, expert * numel, out)
+            if group.records[source].order == (0, 2, 1):
+                return out.view(shape[1], shape[0]).T
         else:
             group.dequantize_many([p.source for p in pieces], out)
         return out.view(shape)

@@ -77,7 +77,7 @@ def plan_store(checkpoint: Checkpoint, settings: QuantizeSettings) -> Plan:
     """
     layout = checkpoint.layout
     tying = find_tying(checkpoint)
-    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop, lambda t: checkpoint.native(t))
+    groups = plan_groups(layout, checkpoint.facts.num_experts, settings, tying.drop, checkpoint.native)
     notices = [tying.conflict] if tying.conflict else []
     notices += checkpoint.notices
     notices += defaulted(checkpoint.config, checkpoint.path)

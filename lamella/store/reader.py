@@ -234,12 +234,13 @@ def block_of(record: TensorRecord, default: int) -> int:
     return default if record.block_size is None else record.block_size
 
 
-def in_order(record: TensorRecord, stored: Tensor) -> Tensor:
-    """A view in the tensor's own shape of values in the order in which they lie."""
+def in_order(record: TensorRecord, stored: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A view in the tensor's own shape of values in the order in which they lie. `shape`: of a part of it."""
+    shape = record.shape if shape is None else shape
     if not record.order:
-        return stored.view(record.shape)
+        return stored.view(shape)
     back = sorted(range(len(record.order)), key=record.order.__getitem__)
-    return stored.view(record.stored_shape).permute(back)
+    return stored.view([shape[axis] for axis in record.order]).permute(back)
 
 
 def _side_by_side(records: Sequence[TensorRecord], block_size: int) -> bool:

@@ -27,6 +27,7 @@ from lamella.data.encode import load_tokenizer
 from lamella.data.steps import StepPlanner
 from lamella.engine import Engine
 from lamella.engine.memory import shape_of
+from lamella.engine.weights import is_streamed
 from lamella.errors import UserError
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
@@ -363,14 +364,14 @@ def fit_budget(
 
 
 def _quantised(engine: Engine) -> frozenset[str]:
-    """Names of the layers' 4-bit weights: modules, or expert parameters."""
+    """Names of the layers' weights, whatever their formats: modules, or expert parameters."""
     manifest = engine.store.manifest
-    formats = {record.name: record.format for key, _ in manifest.groups() for record in engine.store.records(key)}
+    streamed = {r.name: is_streamed(r) for key, _ in manifest.groups() for r in engine.store.records(key)}
     plans = engine.walk.weights.plans.values()
     return frozenset(
         plan.name.removesuffix(".weight")
         for plan in plans
-        if plan.layer is not None and formats[plan.pieces[0].source] == "nf4"
+        if plan.layer is not None and streamed[plan.pieces[0].source]
     )
 
 
