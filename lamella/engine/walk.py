@@ -79,6 +79,23 @@ def _mixed(value: int) -> int:
     return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
 
 
+def run_layer(skeleton: Skeleton, layout: AttentionLayout, layer: int, hidden: Tensor, call: LayerCall) -> Tensor:
+    """One bound layer on the hidden states [1, T, H] of one micro-batch.
+
+    Raises:
+        AttentionRefused: the layer does not attend through the interface, once.
+    """
+    calls = layout.calls
+    with layout.use():
+        out = skeleton.run_layer(layer, hidden, call)
+    if layout.calls != calls + 1:
+        raise AttentionRefused(
+            f"layer {layer} ({type(skeleton.layers[layer]).__name__}) does not go through the attention interface once",
+            fix="linear attention and other mixers are not supported yet",
+        )
+    return out
+
+
 class Walk:
     """Drives a skeleton's layers with borrowed weights.
 
@@ -246,15 +263,8 @@ class Walk:
         """One layer on one micro-batch: output, and router logits where the layer has a router."""
         self._captured.clear()
         DropoutClock.row_keys_T = item.row_keys_T
-        calls = item.layout.calls
-        with item.layout.use():
-            out = self.skeleton.run_layer(layer, hidden, item.calls[layer])
+        out = run_layer(self.skeleton, item.layout, layer, hidden, item.calls[layer])
         DropoutClock.row_keys_T = None
-        if item.layout.calls != calls + 1:
-            raise AttentionRefused(
-                f"layer {layer} ({type(self.skeleton.layers[layer]).__name__}) does not go through the attention interface once",
-                fix="linear attention and other mixers are not supported yet",
-            )
         return out, (self._captured[0].reshape(-1, self._captured[0].shape[-1]) if self._captured else None)
 
     def _capture(self, out: Any, which: int) -> None:

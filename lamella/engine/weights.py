@@ -288,7 +288,7 @@ class LayerWeights:
                 for module in self.skeleton.model.modules():  # every place that holds the old one: tied heads too
                     for key, p in {**module._parameters, **module._buffers}.items():
                         if p is old:
-                            _set(module, key, tensors[name])
+                            bind_tensor(module, key, tensors[name])
 
     def _is_mapped(self, plan: ParamPlan) -> bool:
         return self.device.type == "cpu" and self._stored_dtypes[plan.pieces[0].source] == self._dtype_of(plan.name)
@@ -302,11 +302,7 @@ class LayerWeights:
         return out
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        model = self.skeleton.model
-        strict = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
-        if self.skeleton.dtype == torch.float16:
-            strict += [*(getattr(model, "_keep_in_fp32_modules", None) or [])]
-        return torch.float32 if any(part in name.split(".") for part in strict) else self.skeleton.dtype
+        return dtype_of(self.skeleton, name)
 
     def _hold_layers(self) -> None:
         """Bring the layers that stay on the device there, and those that stay in host memory into their arenas."""
@@ -379,7 +375,7 @@ class LayerWeights:
                 cut = held.cut
             else:
                 view = self._small[plan.name]
-            _set(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
+            bind_tensor(module, key, None if plan.name in self._absent else view if cut is None else cut.of(view))
         return fills
 
     def _is_job(self, fill: Fill) -> bool:
@@ -764,7 +760,17 @@ def _padded(numel: int) -> int:
     return -(-numel // 64) * 64
 
 
-def _set(module: nn.Module, key: str, tensor: Tensor | None) -> None:
+def dtype_of(skeleton: Skeleton, name: str) -> torch.dtype:
+    """What a parameter computes in: some families keep a few in fp32."""
+    model = skeleton.model
+    strict = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
+    if skeleton.dtype == torch.float16:
+        strict += [*(getattr(model, "_keep_in_fp32_modules", None) or [])]
+    return torch.float32 if any(part in name.split(".") for part in strict) else skeleton.dtype
+
+
+def bind_tensor(module: nn.Module, key: str, tensor: Tensor | None) -> None:
+    """Put a tensor in the place of a module's parameter or buffer."""
     if key in module._parameters:
         module._parameters[key] = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
     else:

@@ -1,1 +1,1 @@
-"""Adapters and merged models in the forms that other engines read."""
+"""Adapters and models in the forms that other engines read, with all that belongs to them."""

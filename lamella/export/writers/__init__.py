@@ -35,7 +35,7 @@ class Target:
         module: full name of the linear layer or expert module of the model that holds it; None for any other.
         linear: it is the weight of a linear layer, or of one expert stored as such: a matrix [out, in] that block-wise
             formats can take.
-        packed: it lies in 4 or 8 bits in the source.
+        wide: fp32 values of a checkpoint whose others have 16 bits (a router's correction): they stay fp32.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Target:
     tensor_class: TensorClass
     module: str | None = None
     linear: bool = False
-    packed: bool = False
+    wide: bool = False
 
     @property
     def numel(self) -> int:

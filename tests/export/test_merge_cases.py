@@ -1,0 +1,233 @@
+"""Reported faults of merges: layouts of experts, small deltas, scales, tied heads, adapters that fit nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lamella.adapter import Adapter
+from lamella.config import LoraConfig
+from lamella.engine import Engine
+from lamella.errors import UserError
+from lamella.export.loss import Loss
+from lamella.export.merge import merge
+from lamella.export.writers.fp8 import dequantize_fp8, quantize_fp8
+from lamella.kernels import dequantize_nf4, quantize_nf4
+from lamella.models.layout import pack_rows
+from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
+from lamella.store.reader import Store
+from tests.checkpoint.helpers import write_fused
+from tests.engine.test_families import FAMILIES, SMALL
+from tests.export.conftest import ROWS, logits_of, tune
+from tests.export.test_merge import config_of, load, weights_of
+from tests.fixtures import dense_config, moe_config, write_checkpoint
+from tests.oracle import load_reference
+
+
+def test_b29_every_expert_changes_and_every_tensor_is_used(tuned, tmp_path):
+    case = tuned(moe_config(inner=32), targets=("gate_proj", "up_proj", "down_proj"))
+    merged = merge(case.store.path, case.adapter, tmp_path / "out", "fp32")
+    got, base = weights_of(merged.path), weights_of(case.base)
+    experts = [name for name in base if ".experts." in name]
+    assert len(experts) == merged.adapted == 2 * 4 * 3
+    for name in base:
+        assert ((got[name] - base[name]).abs().max() > 0) == (name in experts), name
+    assert (logits_of(load_reference(merged.path)) - case.tuned).abs().max() < 1e-4
+    assert merged.adapter_tensors == 8
+
+
+@pytest.mark.parametrize("wrong", ["another layer", "another module", "half a pair"])
+def test_b29_an_adapter_that_does_not_fit_gives_no_copy_of_the_base(wrong, tuned, tmp_path):
+    case = tuned(moe_config(inner=32), targets=("gate_proj", "up_proj", "down_proj"))
+    shutil.copytree(case.adapter, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change = {
+        "another layer": lambda name: name.replace("layers.1.", "layers.7."),
+        "another module": lambda name: name.replace("mlp.experts", "feed_forward.experts"),
+        "half a pair": lambda name: name,
+    }[wrong]
+    tensors = {change(name): t for name, t in tensors.items()}
+    if wrong == "half a pair":
+        tensors.pop(next(iter(tensors)))
+    save_file(tensors, file)
+    with pytest.raises(UserError):
+        merge(case.store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
+
+
+LAYOUTS = {
+    "one matrix an expert": lambda path, inner: write_checkpoint(path, moe_config(inner=inner)),
+    "[E, 2I, H], halves": lambda path, inner: write_fused(path, moe_config(inner=inner), dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("inner", [24, 32, 48])
+def test_b30_fused_or_not_the_merged_model_is_the_same(inner, tmp_path):
+    """2 x inner below, at and above the hidden size of 64: sizes cannot say which way a weight lies."""
+    logits = []
+    for number, (layout, write) in enumerate(LAYOUTS.items()):
+        folder = tmp_path / str(number)
+        write(folder / "checkpoint", inner)
+        quantize_checkpoint(folder / "checkpoint", folder / "store", QuantizeSettings(double_quant=False))
+        case = tune(Store.open(folder / "store"), folder, folder / "adapter")
+        got = logits_of(load_reference(merge(case.store.path, case.adapter, folder / "out", "fp32").path))
+        assert (got - case.tuned).abs().max() < 1e-5, layout
+        assert (got - case.bare).abs().max() > 0.1
+        logits.append(got)
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [24, 32, 48])
+def test_b30_transposed_and_interleaved(inner, tuned, tmp_path):
+    """GPT-OSS: [E, H, 2I], gate and up in turns."""
+    import transformers as tf
+
+    config = tf.GptOssConfig(
+        **{**SMALL, "intermediate_size": inner, "num_hidden_layers": 1}, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=8, layer_types=["full_attention"],
+    )  # fmt: skip
+    case = tuned(config)
+    got = logits_of(load_reference(merge(case.store.path, case.adapter, tmp_path / "out", "fp32").path))
+    assert (got - case.tuned).abs().max() < 1e-5
+    assert (got - case.bare).abs().max() > 0.1
+
+
+TABLE = {  # mean |delta| -> error of re-quantised, bf16, fp16, and of the original weights in their place
+    1e-5: (1.07, 2.57, 0.32, 143), 1e-4: (1.07, 0.26, 0.032, 14), 1e-3: (0.96, 0.026, 0.003, 1.4), 5e-3: (0.30, 0.005, 0.0007, 0.28),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_b74_error_of_the_recovered_delta(size):
+    generator = torch.Generator().manual_seed(0)
+    original = torch.randn(256, 256, generator=generator) * 0.02
+    base = dequantize_nf4(*quantize_nf4(original), torch.empty(256, 256))
+    delta = torch.randn(256, 8, generator=generator) @ torch.randn(8, 256, generator=generator)
+    delta *= size / delta.abs().mean()
+    merged = base + delta
+    again = dequantize_nf4(*quantize_nf4(merged), torch.empty(256, 256))
+    stored = [again, merged.bfloat16().float(), merged.half().float(), original + delta, dequantize_fp8(*quantize_fp8(merged))]
+    losses = []
+    for one in stored:
+        losses.append(Loss())
+        losses[-1].add(one.flatten(), base.flatten().clone(), delta.flatten())
+    for loss, wanted in zip(losses, TABLE[size], strict=False):
+        assert loss.error == pytest.approx(wanted, rel=0.05, abs=5e-4)
+    requantised, bf16, _, _, fp8 = losses
+    assert bf16.kept == pytest.approx(1, abs=0.02)
+    assert fp8.kept == pytest.approx(1, abs=0.15)
+    assert requantised.kept < (0.05 if size < 1e-3 else 0.7 if size < 5e-3 else 1.1)
+    assert bf16.mean_delta == pytest.approx(size, rel=1e-5)
+
+
+def hand_made(folder, skeleton_of, settings, sites):
+    """A PEFT folder with B = 0.01 everywhere; `sites`: module -> rank."""
+    folder.mkdir()
+    modules = dict(skeleton_of.layers[0].named_modules())
+    tensors = {}
+    generator = torch.Generator().manual_seed(0)
+    for (layer, module), rank in sites.items():
+        linear, name = modules[module], f"base_model.model.model.layers.{layer}.{module}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, linear.in_features, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.full((linear.out_features, rank), 0.01)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **settings}
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return tensors
+
+
+SITES = {(0, "self_attn.q_proj"): 16, (1, "self_attn.q_proj"): 16, (0, "mlp.up_proj"): 4}
+PATTERNS = {"rank_pattern": {"mlp.up_proj": 4}, "alpha_pattern": {"layers.1.self_attn.q_proj": 32}}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_b76_the_scale_is_alpha_over_r_or_its_root(rslora, made, tmp_path):
+    store, base = made(FAMILIES["llama"]())
+    engine = Engine.open(store, dtype="fp32")
+    tensors = hand_made(tmp_path / "adapter", engine.skeleton, {"use_rslora": rslora, **PATTERNS}, SITES)
+    scales = {(0, "self_attn.q_proj"): 2.0 if rslora else 0.5, (1, "self_attn.q_proj"): 8.0 if rslora else 2.0,
+              (0, "mlp.up_proj"): 4.0 if rslora else 2.0}  # fmt: skip
+    merged = merge(store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+    got, was = weights_of(merged.path), weights_of(base)
+    for (layer, module), scale in scales.items():
+        name = f"model.layers.{layer}.{module}"
+        a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        delta = got[f"{name}.weight"] - was[f"{name}.weight"]
+        ratio = float((delta * (b @ a)).sum() / (b @ a).square().sum())
+        assert ratio == pytest.approx(scale, rel=1e-4), name
+    engine.attach(Adapter.load(tmp_path / "adapter", engine.skeleton))
+    assert (logits_of(load_reference(merged.path)) - engine.logits(pack_rows(ROWS))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("wrong", [{"lora_alpha": None}, {"r": 0}])
+def test_b76_no_alpha_and_no_rank_are_refused(wrong, made, tmp_path):
+    store, _ = made(FAMILIES["llama"]())
+    skeleton = Engine.open(store, dtype="fp32").skeleton
+    hand_made(tmp_path / "adapter", skeleton, wrong, SITES)
+    with pytest.raises(UserError, match="must be a positive number"):
+        merge(store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+
+
+RELOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([ids])).logits[0] for ids in torch.load(sys.argv[1])]
+    torch.save(torch.cat(logits), folder + ".pt")
+"""
+
+
+def test_b77_merged_models_reload_as_they_were(tuned, tmp_path):
+    """Files decide whether the head is the embeddings; config.json of the export says so."""
+    source = write_checkpoint(tmp_path / "checkpoint", dense_config(layers=1))  # head and embeddings were trained apart
+    (source / "config.json").write_text(json.dumps({**config_of(source), "tie_word_embeddings": True}))
+    quantize_checkpoint(source, tmp_path / "store")
+    cases = {
+        "tied": tuned(FAMILIES["llama-tied"]()),
+        "apart": tune(Store.open(tmp_path / "store"), tmp_path, tmp_path / "adapter"),
+    }
+    in_memory = {}
+    for name, case in cases.items():
+        merged = merge(case.store.path, case.adapter, tmp_path / name, "fp32")
+        assert config_of(merged.path)["tie_word_embeddings"] is (name == "tied")
+        assert ("lm_head.weight" in weights_of(merged.path)) is (name == "apart")
+        in_memory[name] = logits_of(load(merged.path))
+    torch.save([ids for ids, _ in ROWS], tmp_path / "rows.pt")
+    folders = [str(tmp_path / name) for name in cases]
+    subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path / "rows.pt"), *folders], check=True, capture_output=True)
+    for name, case in cases.items():
+        again = torch.load(tmp_path / f"{name}.pt")
+        assert (again - in_memory[name]).abs().max() < 1e-6
+        assert (again - case.tuned).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("what", ["lm_head", "embed_tokens", "modules_to_save"])
+def test_b77_adapters_of_head_or_embeddings_are_refused(what, made, tmp_path):
+    store, _ = made(FAMILIES["llama-tied"]())
+    skeleton = Engine.open(store, dtype="fp32").skeleton
+    settings = {"modules_to_save": ["lm_head"]} if what == "modules_to_save" else {}
+    tensors = hand_made(tmp_path / "adapter", skeleton, settings, SITES)
+    if what != "modules_to_save":
+        name = "base_model.model.lm_head" if what == "lm_head" else "base_model.model.model.embed_tokens"
+        tensors |= {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(512, 4)}
+        save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=what):
+        merge(store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_zero_adapter_gives_the_base_and_says_so(made, tmp_path):
+    store, base = made(FAMILIES["llama"]())
+    engine = Engine.open(store, dtype="fp32")
+    Adapter.create(engine.skeleton, LoraConfig(rank=4, targets=("q_proj",)), 0).save(tmp_path / "adapter")
+    merged = merge(store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+    got = weights_of(merged.path)
+    assert all(torch.equal(got[name], value) for name, value in weights_of(base).items())
+    assert "the adapter is zero: the merged model is its base" in merged.notices
