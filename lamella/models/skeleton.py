@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lamella.checkpoint.gguf import is_gguf, read_gguf
 from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm
@@ -71,7 +72,7 @@ class _Stub(nn.Module):
 
 
 def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
-    """transformers' config of a store or checkpoint folder.
+    """transformers' config of a store or checkpoint folder, or of a GGUF file.
 
     Args:
         tie_word_embeddings: what the files say, over what the config says; None keeps the config's.
@@ -79,6 +80,8 @@ def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> Pretra
     Raises:
         UserError: no config, or an architecture transformers does not know.
     """
+    if is_gguf(folder):
+        return config_from(read_gguf(folder).config, folder, tie_word_embeddings)
     return read_config(folder / "config.json", tie_word_embeddings)
 
 
@@ -88,6 +91,11 @@ def read_config(file: Path, tie_word_embeddings: bool | None = None) -> Pretrain
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"cannot be read: {error}", path=file, fix="give a folder with a valid config.json") from error
+    return config_from(raw, file, tie_word_embeddings)
+
+
+def config_from(raw: dict[str, Any], file: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
+    """`load_config` of config.json's content; `file` is named in errors."""
     if "model_type" not in raw:
         raise UserError("config.json names no model_type", path=file, fix="use a Hugging Face model folder")
     try:

@@ -7,7 +7,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from lamella.adapter.lora import Adapter, sites_from_shapes
+from lamella.adapter.lora import Adapter, SiteSpec, scale_of
+from lamella.adapter.places import places_of
 from lamella.config import LoraConfig
 from lamella.errors import UserError
 from lamella.export.writers.gguf_lora import export_lora, read_lora, write_lora
@@ -46,7 +47,7 @@ def test_round_trip(name, tmp_path):
     """Read back, an adapter has the same deltas to the bit; every pair is two tensors, gate and up of experts four."""
     skeleton = skeleton_of(name)
     adapter = filled(skeleton, rank=4, alpha=8)
-    written = write_lora(adapter, skeleton.config.to_dict(), tmp_path / "a.gguf", {"base": "m"})
+    written = write_lora(adapter, skeleton, tmp_path / "a.gguf", {"base": "m"})
     fused = sum(site.parameter == "gate_up_proj" for site in adapter.sites.values())
     assert written.tensors == 2 * (len(adapter.sites) + fused)
     keys, tensors = raw(tmp_path / "a.gguf")
@@ -67,8 +68,11 @@ def test_round_trip(name, tmp_path):
 
 def given(skeleton, ranks, alphas, rslora):
     """B = ones * 0.01 and A random, of these ranks and alphas per layer, on q_proj."""
-    shapes = {f"model.layers.{i}.self_attn.q_proj": ((r, 64), (64, r)) for i, r in enumerate(ranks)}
-    sites = sites_from_shapes(skeleton, shapes, dict(zip(shapes, alphas, strict=True)), rslora)
+    places, sites = places_of(skeleton), []
+    for i, (rank, alpha) in enumerate(zip(ranks, alphas, strict=True)):
+        p = places[f"model.layers.{i}.self_attn.q_proj"]
+        scale = scale_of(alpha, rank, rslora)
+        sites.append(SiteSpec(p.key, i, p.path, None, p.inputs, p.outputs, None, rank, alpha, scale, p.index, p.order))
     adapter = Adapter(sites, 0.0, rslora)
     for name, p in adapter.parameters().items():
         p.data = (
@@ -93,7 +97,7 @@ def test_b76_scale_in_gguf(ranks, alphas, rslora, scales, alpha, folded, tmp_pat
     """alpha / r of the file, with its own B, is the adapter's scale once, plain and rank-stabilised, patterns included."""
     skeleton = skeleton_of("llama")
     adapter = given(skeleton, ranks, alphas, rslora)
-    written = write_lora(adapter, skeleton.config.to_dict(), tmp_path / "a.gguf")
+    written = write_lora(adapter, skeleton, tmp_path / "a.gguf")
     keys, tensors = raw(tmp_path / "a.gguf")
     assert (written.alpha, written.folded, keys["adapter.lora.alpha"]) == (alpha, folded, alpha)
     for i, (rank, scale) in enumerate(zip(ranks, scales, strict=True)):
@@ -146,8 +150,12 @@ def test_b73_what_cannot_be_held(variant, peft_folder, tmp_path):
     changed.mkdir()
     save_file(tensors | extra, changed / "adapter_model.safetensors")
     (changed / "adapter_config.json").write_text(json.dumps(config))
-    what = next(iter(extra), "embed_tokens \\(modules_to_save\\)")
-    with pytest.raises(UserError, match=f"cannot hold {what}"):
+    what = {
+        "head": "lm_head is a LoRA pair",
+        "embedding": r"model\.embed_tokens\.weight",
+        "modules_to_save": r"modules_to_save.*embed_tokens",
+    }
+    with pytest.raises(UserError, match=what[variant]):
         export_lora(changed, skeleton, tmp_path / "out" / "a.gguf")
     assert not (tmp_path / "out").exists()
 
@@ -159,7 +167,7 @@ def test_an_unknown_model_type_is_refused(tmp_path):
                           head_dim=16, intermediate_size=96, pad_token_id=0)  # fmt: skip
     skeleton = Skeleton(config, torch.float32)
     with pytest.raises(UserError, match="'helium' is not written as GGUF"):
-        write_lora(filled(skeleton, rank=2, alpha=2), skeleton.config.to_dict(), tmp_path / "a.gguf")
+        write_lora(filled(skeleton, rank=2, alpha=2), skeleton, tmp_path / "a.gguf")
 
 
 def by_hand(path, tensors, **keys):
