@@ -36,7 +36,7 @@ def quantize(
     ctx: typer.Context,
     checkpoint: Annotated[
         str,
-        typer.Argument(help="Checkpoint folder (config.json, safetensors in bf16, fp16 or fp32), or a hub id."),
+        typer.Argument(help="Checkpoint folder (config.json, safetensors), a .gguf file, or a hub id."),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="STORE", help="Store to make; must not exist yet.")],
     block_size: Annotated[int, typer.Option(help="Elements per scale, a power of two from 32 to 4096.")] = 64,

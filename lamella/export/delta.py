@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lamella.adapter.lora import SiteSpec
-from lamella.adapter.peft_format import WEIGHTS, _tensor_names, load_adapter, read_facts, unflatten_experts
-from lamella.adapter.tensors_file import TensorsFile
+from lamella.adapter.lora import SiteSpec, is_finite
+from lamella.adapter.read import AdapterFile
+from lamella.checkpoint.header import read_header
 from lamella.errors import UserError
 from lamella.models.pieces import ParamPlan, Piece
 from lamella.models.skeleton import Skeleton
@@ -26,25 +25,18 @@ _PAIRS_HELD = 4
 
 
 class PairFile:
-    """An adapter folder for a model, read a pair at a time.
+    """An adapter of any known layout, a pair in memory at a time.
 
     Attributes:
-        sites: key -> SiteSpec, in model order.
-        facts: what `lamella_adapter.json` says; empty for adapters of other tools.
+        file: the folder, checked against the model; sites: key -> SiteSpec, in model order.
         tensors: how many the file has.
         used: keys of the sites whose pairs were read.
-
-    Raises:
-        UserError: what `load_adapter` refuses.
     """
 
-    def __init__(self, folder: Path, skeleton: Skeleton) -> None:
-        self.folder = folder
-        self.sites: dict[str, SiteSpec] = load_adapter(folder, skeleton, values=False).sites
-        self.facts = read_facts(folder)
-        self._file = TensorsFile(folder / WEIGHTS)
-        self._names = _tensor_names(self.sites)
-        self.tensors = len(self._file)
+    def __init__(self, file: AdapterFile) -> None:
+        self.file = file
+        self.sites: dict[str, SiteSpec] = file.sites
+        self.tensors = len(read_header(file.path))
         self.used: set[str] = set()
         self._held: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
 
@@ -57,20 +49,15 @@ class PairFile:
         if key in self._held:
             self._held.move_to_end(key)
             return self._held[key]
-        site = self.sites[key]
-        names = [f"{self._names[key]}.lora_{x}.weight" for x in "AB"]
-        a, b = (self._file[name].float() for name in names)
-        for name, value in zip(names, (a, b), strict=True):
-            if not bool(torch.isfinite(value).all()):
-                raise UserError(f"{name} holds NaN or infinite values", path=self.folder / WEIGHTS,
-                                fix="train again from an earlier checkpoint")  # fmt: skip
-        self.used.add(key)
-        if site.experts is not None:
-            a, b = unflatten_experts(a, b, site.experts)
-        self._held[key] = a, b
-        if len(self._held) > _PAIRS_HELD:
+        if len(self._held) == _PAIRS_HELD:
             self._held.popitem(last=False)
-        return a, b
+        pair = self.file.pair(key)
+        if not all(is_finite(value) for value in pair):
+            raise UserError(f"the pair of {key} holds NaN or infinite values", path=self.file.path,
+                            fix="train again from an earlier checkpoint")  # fmt: skip
+        self.used.add(key)
+        self._held[key] = pair
+        return pair
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,7 @@ def plan_deltas(
     lost = [key for key, numel in wanted.items() if filled[key] != numel]
     if lost:
         raise UserError(f"{len(lost)} of {len(wanted)} adapted weights have no place among the stored tensors, first {lost[0]!r} "
-                        f"({filled[lost[0]]} of {wanted[lost[0]]} values)", path=pairs.folder,
+                        f"({filled[lost[0]]} of {wanted[lost[0]]} values)", path=pairs.file.folder,
                         fix="the adapter belongs to another model, or this family's weights cannot be merged yet")  # fmt: skip
     return found
 

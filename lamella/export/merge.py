@@ -19,10 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from lamella import __version__
-from lamella.adapter.peft_format import CONFIG, WEIGHTS
+from lamella.adapter.read import AdapterFile, describe
+from lamella.checkpoint.marks import plain_config
 from lamella.checkpoint.source import read_json
 from lamella.console import notice, progress
 from lamella.errors import UserError
+from lamella.export import travel
+from lamella.export.adapter_base import open_base
+from lamella.export.adapters import check_base
 from lamella.export.base import Base, CheckpointBase, StoreBase
 from lamella.export.delta import DeltaOf, PairFile, plan_deltas
 from lamella.export.loss import Loss, TensorLoss, by_class, complaint, lines, refuse, worst
@@ -34,7 +38,7 @@ from lamella.export.writers.shards import SHARD_BYTES
 from lamella.files import file_checksum, free_bytes, fsync_path, write_json
 from lamella.models.binding import plan_binding
 from lamella.models.pieces import ParamPlan
-from lamella.models.skeleton import Skeleton, load_config
+from lamella.models.skeleton import Skeleton
 from lamella.store.journal import check_writable, partial_path
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import Store
@@ -145,19 +149,23 @@ class _Adapted:
 class _Job:
     """Everything that is known before the first value."""
 
-    def __init__(self, store: Store, adapter: Path, onto: str | Path) -> None:
+    def __init__(self, store: Store, adapter: Path, onto: str | Path, layout: str | None) -> None:
         manifest = store.manifest
-        self.store, self.adapter = store, adapter
-        self.skeleton = Skeleton(load_config(store.path, manifest.tie_word_embeddings), torch.float32)
+        self.store, self.adapter, self.of = store, adapter, open_base(store.path)
+        self.skeleton = self.of.skeleton
         self.records: dict[str, TensorRecord] = {r.name: r for _, group in manifest.groups() for r in group.tensors}
-        shapes = {name: tuple(record.shape) for name, record in self.records.items()}
-        self.plans = plan_binding(self.skeleton, shapes, str(store.path))
-        self.pairs = PairFile(adapter, self.skeleton)
-        _same_base(self.pairs, store)
-        self.deltas = plan_deltas(self.pairs, self.plans, shapes, self.skeleton)
+        self.plans = plan_binding(self.skeleton, self.of.shapes, str(store.path))
+        file = AdapterFile(adapter, self.skeleton, layout)
+        check_base(file, self.of)
+        for line in (*(() if file.layout.name == "peft" else (describe(file),)), *file.notes):
+            notice(line)
+        self.pairs = PairFile(file)
+        self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
         self.of_store = StoreBase(store)
-        self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, shapes)
-        self.config = _plain_config(store)
+        self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, self.of.shapes)
+        self.config = {
+            **plain_config(read_json(store.path / "config.json")), "tie_word_embeddings": manifest.tie_word_embeddings
+        }  # fmt: skip
         self.targets = _targets(self)
 
     @property
@@ -176,6 +184,7 @@ def merge(
     form: str = "auto",
     *,
     onto: str | Path = "store",
+    layout: str | None = None,
     dtype: str | None = None,
     max_loss: float | None = None,
     experts_4bit: bool = False,
@@ -190,6 +199,7 @@ def merge(
         form: "bf16", "fp16", "fp32"; "fp8" (blocks of 128 x 128), "nf4" (bitsandbytes), both with the rest in `dtype`; "auto":
             the narrowest of the first three that keeps the delta.
         onto: "store", or the checkpoint (folder or hub id) in whose place the store stands.
+        layout: of the adapter, where its files do not tell (`adapter.layouts`).
         dtype: of what "fp8" and "nf4" leave in 16 or 32 bit; None: bf16, or fp16 where the checkpoint was that.
         max_loss: limit on each class's error of the recovered delta; None: `loss.MAX_ERROR`, and for 4 and 8 bit
             `loss.MIN_KEPT` of what is kept.
@@ -208,7 +218,7 @@ def merge(
     if out.exists():
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
-    job = _Job(opened, adapter, onto)
+    job = _Job(opened, adapter, onto, layout)
     with torch.inference_mode():
         if writer is None:
             form = _settled_form(job, form, max_loss)
@@ -221,10 +231,11 @@ def merge(
             refuse(losses, form, max_loss)
             _all_used(job.pairs)
             made.finish(order.config, order.files)
+            said = travel.write(partial, job.of, source=adapter, facts=job.pairs.file.facts, kind="merged", layout=form)
             difference = _base_difference(job) if onto != "store" else None
             merged = Merged(
                 out, form, made.nbytes, len(job.targets), len(job.deltas), job.pairs.tensors, tuple(losses), unchanged,
-                difference, time.monotonic() - begin_s, _notices(made, losses, form, unchanged, difference),
+                difference, time.monotonic() - begin_s, (*_notices(made, losses, form, unchanged, difference), *said),
             )  # fmt: skip
             write_json(partial / EXPORT_FILE, _export_facts(job, merged, onto), indent=2)
             fsync_path(partial)
@@ -238,23 +249,6 @@ def merge(
 
 
 # ---- before -------------------------------------------------------------------------------------
-
-
-def _same_base(pairs: PairFile, store: Store) -> None:
-    told = pairs.facts.get("base_fingerprint")
-    if told is not None and told != store.manifest.source_fingerprint:
-        raise UserError(f"was trained on a base of fingerprint {told}, this store's is {store.manifest.source_fingerprint}",
-                        path=pairs.folder, fix="give the store that it was trained on")  # fmt: skip
-
-
-def _plain_config(store: Store) -> dict[str, Any]:
-    """The store's config.json as that of plain weights."""
-    config = read_json(store.path / "config.json")
-    nested = config.get("text_config")
-    for tree in (config, nested if isinstance(nested, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            tree.pop(key, None)
-    return {**config, "tie_word_embeddings": store.manifest.tie_word_embeddings}
 
 
 def _targets(job: _Job) -> list[Target]:
@@ -407,7 +401,7 @@ def _all_used(pairs: PairFile) -> None:
     left = [key for key in pairs.sites if key not in pairs.used]
     if left:
         raise UserError(f"{len(pairs.used)} of {len(pairs.sites)} pairs of the adapter were used, not {left[:3]}",
-                        path=pairs.folder / WEIGHTS, fix="the adapter belongs to another model")  # fmt: skip
+                        path=pairs.file.path, fix="the adapter belongs to another model")  # fmt: skip
 
 
 def _base_difference(job: _Job) -> float:
@@ -461,6 +455,7 @@ def _export_facts(job: _Job, merged: Merged, onto: str | Path) -> dict[str, Any]
         "lamella_version": __version__, "kind": "merged", **merged.facts(),
         "onto": "store" if onto == "store" else str(onto),
         "base": {"source": manifest.source, "fingerprint": manifest.source_fingerprint, "synthetic": manifest.synthetic},
-        "adapter": {name: file_checksum(job.adapter / name) for name in (WEIGHTS, CONFIG)},
+        "adapter": {"file": job.pairs.file.path.name, "checksum": file_checksum(job.pairs.file.path),
+                    "layout": job.pairs.file.layout.name},
         "sites": len(job.pairs.sites), "tie_word_embeddings": manifest.tie_word_embeddings,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lamella.checkpoint.gguf import is_gguf, read_gguf
 from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm
@@ -76,7 +77,7 @@ class _Stub(nn.Module):
 
 
 def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> PretrainedConfig:
-    """transformers' config of a store or checkpoint folder.
+    """transformers' config of a store or checkpoint folder, or of a GGUF file.
 
     Args:
         tie_word_embeddings: what the files say, over what the config says; None keeps the config's.
@@ -84,6 +85,8 @@ def load_config(folder: Path, tie_word_embeddings: bool | None = None) -> Pretra
     Raises:
         UserError: no config, or an architecture transformers does not know.
     """
+    if is_gguf(folder):
+        return config_of(read_gguf(folder).config, folder, tie_word_embeddings)
     return read_config(folder / "config.json", tie_word_embeddings)
 
 

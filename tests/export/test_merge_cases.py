@@ -111,7 +111,13 @@ def test_b74_error_of_the_recovered_delta(size):
     delta *= size / delta.abs().mean()
     merged = base + delta
     again = dequantize_nf4(*quantize_nf4(merged), torch.empty(256, 256))
-    stored = [again, merged.bfloat16().float(), merged.half().float(), original + delta, dequantize_fp8(*quantize_fp8(merged))]
+    stored = [
+        again,
+        merged.bfloat16().float(),
+        merged.half().float(),
+        original + delta,
+        dequantize_fp8(*quantize_fp8(merged)),
+    ]
     losses = []
     for one in stored:
         losses.append(Loss())

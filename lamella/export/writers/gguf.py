@@ -8,9 +8,9 @@ numpy quantisers. Rows of queries and keys lie in llama.cpp's order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from lamella.export.writers import PIECE_VALUES, Source, Target
 from lamella.export.writers.gguf_file import GgufFile
 from lamella.export.writers.gguf_metadata import full_config, metadata_of
 from lamella.export.writers.gguf_tokenizer import tokenizer_metadata
+
+if TYPE_CHECKING:
+    from lamella.export.merge import Order
 
 FORMS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
@@ -112,6 +115,11 @@ class GgufWriter:
             self.notices.append(f"{name}: rows of {shape[-1]} values are not whole blocks of 32: written as F16")
             return "F16"
         return wanted
+
+
+def gguf_writer(form: str, name: str = "model.gguf") -> Callable[[Order], GgufWriter]:
+    """For `export.merge`'s `writer`: one file `name` of this form in its folder."""
+    return lambda order: GgufWriter(order.folder / name, order.targets, form, order.config, order.files)
 
 
 def _places(arch: GgufArch, targets: Mapping[str, Target], config: Mapping[str, Any]) -> dict[str, Place]:

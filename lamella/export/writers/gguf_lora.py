@@ -8,27 +8,26 @@ Rows of B of queries and keys lie as the base's rows do; an adapter of fused gat
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamella.adapter.lora import Adapter, SiteSpec, sites_from_shapes
-from lamella.adapter.peft_format import CONFIG, WEIGHTS
-from lamella.adapter.tensors_file import TensorsFile
-from lamella.checkpoint.architecture import architecture_of
+from lamella.adapter.layouts import fuse_halves, half_of
+from lamella.adapter.lora import Adapter, SiteSpec
+from lamella.adapter.places import Place, places_of
+from lamella.adapter.read import AdapterFile
+from lamella.checkpoint.architecture import Architecture, architecture_of
 from lamella.checkpoint.gguf_archs import GgufArch, arch_of, place_of
 from lamella.checkpoint.gguf_decode import paired, unpaired
 from lamella.checkpoint.gguf_header import GgufHeader, RawTensor, read_gguf_header
 from lamella.errors import UserError
 from lamella.export.writers.gguf_file import GgufFile
-from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
 
 _EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
@@ -46,60 +45,56 @@ class Written:
     folded: int
 
 
+class Pairs(Protocol):
+    """An adapter in memory (`Adapter`) or in a folder (`AdapterFile`)."""
+
+    @property
+    def sites(self) -> dict[str, SiteSpec]: ...
+
+    def pair(self, key: str) -> tuple[Tensor, Tensor]:
+        """A [r, in], B [out, r], or [E, r, in], [E, out, r]."""
+
+
 @dataclass(frozen=True)
 class _Half:
-    """One tensor pair of a site: base tensor's name, rows of B, heads in rotary pairs."""
+    """One tensor pair of a site: base tensor's name, heads in rotary pairs, which half of a fused gate and up."""
 
     name: str
-    rows: slice
-    heads: int | None
+    heads: int | None = None
+    half: int = 0
 
 
 def export_lora(folder: Path, skeleton: Skeleton, file: Path, facts: Mapping[str, str] | None = None) -> Written:
-    """An adapter folder in PEFT's format as a GGUF adapter.
+    """An adapter folder of any layout that is read as a GGUF adapter.
 
     Raises:
-        UserError: see `check_folder` and `write_lora`; nothing is written then.
+        UserError: see `AdapterFile` (tensors that are no pairs of decoder layers, by name) and `write_lora`; nothing is
+            written then.
     """
-    check_folder(folder)
-    return write_lora(Adapter.load(folder, skeleton), skeleton.config.to_dict(), file, facts)
+    return write_lora(AdapterFile(folder, skeleton), skeleton, file, facts)
 
 
-def check_folder(folder: Path) -> None:
-    """See that an adapter folder holds LoRA pairs of decoder layers and nothing else.
-
-    Raises:
-        UserError: names of tensors that a GGUF adapter cannot hold.
-    """
-    names = sorted(TensorsFile(folder / WEIGHTS))
-    unheld = [n for n in names if ".layers." not in n or not n.endswith((".lora_A.weight", ".lora_B.weight"))]
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    unheld += [f"{name} (modules_to_save)" for name in config.get("modules_to_save") or ()]
-    if unheld:
-        raise UserError(f"a GGUF adapter cannot hold {', '.join(unheld[:4])}{' ...' if len(unheld) > 4 else ''}",
-                        fix="merge such an adapter into the base and export the model", path=folder)  # fmt: skip
-
-
-def write_lora(
-    adapter: Adapter, config: Mapping[str, Any], file: Path, facts: Mapping[str, str] | None = None
-) -> Written:
-    """Write an adapter, one pair at a time.
+def write_lora(adapter: Pairs, skeleton: Skeleton, file: Path, facts: Mapping[str, str] | None = None) -> Written:
+    """Write an adapter of this model, one pair at a time.
 
     Args:
-        config: config.json of the base.
         facts: further metadata, under `lamella.`.
 
     Raises:
-        UserError: a model type that llama.cpp does not have here, or weights without a place in GGUF; before writing.
+        UserError: a model type that is not written as GGUF, or weights without a place there; before writing.
     """
-    arch = arch_of(config)
-    halves = _halves(adapter, arch, config)
+    arch = arch_of(skeleton.config.to_dict())
+    places, halves = places_of(skeleton), _halves(skeleton, arch)
+    unheld = [key for key in adapter.sites if key not in halves]
+    if unheld:
+        raise UserError(f"a GGUF adapter of {arch.name} cannot hold {', '.join(unheld[:4])}",
+                        fix="merge the adapter into the base and export the model")  # fmt: skip
     alphas = {key: site.scale * site.rank for key, site in adapter.sites.items()}
     alpha = float(np.float32(Counter(alphas.values()).most_common(1)[0][0]))
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     for key, site in adapter.sites.items():
         for half in halves[key]:
-            rows = len(range(*half.rows.indices(site.outputs)))
+            rows = site.outputs // len(halves[key])
             shapes[f"{half.name}.lora_a"] = site.a_shape, "F32"
             shapes[f"{half.name}.lora_b"] = (*site.b_shape[:-2], rows, site.rank), "F32"
     keys: dict[str, Any] = {
@@ -113,13 +108,15 @@ def write_lora(
         if alphas[key] != alpha:
             b, folded = b * (alphas[key] / alpha), folded + 1
         for half in halves[key]:
-            part = b[..., half.rows, :].contiguous().numpy()
+            part = half_of(b, places[key].halves, half.half).contiguous().numpy()
             if half.heads:
                 part = paired(part, half.heads)
             for name, values in ((f"{half.name}.lora_a", a.numpy()), (f"{half.name}.lora_b", part)):
-                out.write(np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8), out.tensors[name].offset)
+                raw = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
+                assert raw.size == out.tensors[name].nbytes, name
+                out.write(raw, out.tensors[name].offset)
     out.finish()
-    assert len(shapes) == 2 * sum(len(found) for found in halves.values())
+    assert len(shapes) == 2 * sum(len(halves[key]) for key in adapter.sites)
     return Written(len(shapes), alpha, folded)
 
 
@@ -143,77 +140,57 @@ def read_lora(file: Path, skeleton: Skeleton) -> Adapter:
     if alpha <= 0:
         raise UserError(f"adapter.lora.alpha is {alpha}", fix="convert the adapter again", path=file)
     pairs = _pairs(header, file)
-    state: dict[str, Tensor] = {}
-    shapes, alphas = {}, {}
-    for site, halves in _all_sites(skeleton, arch).items():
+    places, state, sites = places_of(skeleton), dict[str, Tensor](), []
+    for key, halves in _halves(skeleton, arch).items():
         found = [pairs.pop(half.name) for half in halves if half.name in pairs]
         if not found:
             continue
         if len(found) != len(halves):
-            raise UserError(f"{site}: only one of gate and up is adapted, which is not read", fix="merge it", path=file)
-        a, b, ranks = _joined([(a, _unpaired(b, half.heads)) for (a, b), half in zip(found, halves, strict=True)])
-        state |= {f"{site}.lora_A": a, f"{site}.lora_B": b}
-        shapes[site], alphas[site] = (tuple(a.shape), tuple(b.shape)), alpha * ranks
+            raise UserError(f"{key}: only one of gate and up is adapted, which is not read", fix="merge it", path=file)
+        a, b = found[0][0], _unpaired(found[0][1], halves[0].heads)
+        grown = 1
+        if len(found) == 2:
+            a, b, same = fuse_halves(found[0], found[1], places[key].halves)
+            grown = 1 if same else 2
+        sites.append(_site(places[key], a, b, alpha * grown, file))
+        state |= {f"{key}.lora_A": a, f"{key}.lora_B": b}
     if pairs:
         raise UserError(
             f"adapts {sorted(pairs)[:3]}, which the model does not have", fix="give its own base", path=file
         )
-    adapter = Adapter(sites_from_shapes(skeleton, shapes, alphas, False), 0.0, False)
+    adapter = Adapter(sites, 0.0, False)
     adapter.describe(skeleton)
     adapter.load_state(state)
     return adapter
 
 
-def _halves(adapter: Adapter, arch: GgufArch, config: Mapping[str, Any]) -> dict[str, list[_Half]]:
-    architecture = architecture_of(config)
-    found, unheld = {}, []
-    for key, site in adapter.sites.items():
-        halves = _halves_of(site, arch, config, architecture)
-        if halves is None:
-            unheld.append(key)
-        else:
-            found[key] = halves
-    if unheld:
-        raise UserError(f"a GGUF adapter of {arch.name} cannot hold {', '.join(unheld[:4])}",
-                        fix="merge the adapter into the base and export the model")  # fmt: skip
-    return found
+def _site(place: Place, a: Tensor, b: Tensor, alpha: float, file: Path) -> SiteSpec:
+    rank = a.shape[-2]
+    site = SiteSpec(place.key, place.layer, place.path, place.parameter, place.inputs, place.outputs, place.experts, rank, alpha,
+                    alpha / rank, place.index, place.order)  # fmt: skip
+    if (tuple(a.shape), tuple(b.shape)) != (site.a_shape, site.b_shape):
+        raise UserError(f"{place.key} has shapes {list(a.shape)}, {list(b.shape)}; the model needs {list(site.a_shape)}, "
+                        f"{list(site.b_shape)}", fix="the adapter belongs to a model of other sizes", path=file)  # fmt: skip
+    return site
 
 
-def _halves_of(site: SiteSpec, arch: GgufArch, config: Mapping[str, Any], architecture: Any) -> list[_Half] | None:
-    if site.parameter is not None:
-        names = _EXPERTS.get(site.parameter)
-        if names is None:
-            return None
-        rows = site.outputs // len(names)
-        return [_Half(f"blk.{site.layer}.{name}.weight", slice(i * rows, (i + 1) * rows), None)
-                for i, name in enumerate(names)]  # fmt: skip
-    try:
-        place = place_of(arch, f"{site.key}.weight", config, architecture)
-    except UserError:
-        return None
-    return [_Half(place.name, slice(None), place.heads)] if place.expert is None else None
-
-
-def _all_sites(skeleton: Skeleton, arch: GgufArch) -> dict[str, list[_Half]]:
+def _halves(skeleton: Skeleton, arch: GgufArch) -> dict[str, list[_Half]]:
     """Every weight of the model that a GGUF adapter may adapt -> its tensors."""
     config = skeleton.config.to_dict()
     architecture = architecture_of(config)
-    found = {}
-    for i, layer in enumerate(skeleton.layers):
-        for path, module in layer.named_modules():
-            sites = []
-            if isinstance(module, FrozenLinear):
-                sites = [(None, module.out_features)]
-            elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-                shapes = {n: p.shape for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
-                sites = [(n, shape[2 if module.is_transposed else 1]) for n, shape in shapes.items()]
-            for parameter, outputs in sites:
-                key = f"{skeleton.prefix}.{i}.{path}" + (f".{parameter}" if parameter else "")
-                site = SiteSpec(key, i, path, parameter, 0, outputs, None, 1, 1.0, 1.0, 0)
-                halves = _halves_of(site, arch, config, architecture)
-                if halves is not None:
-                    found[key] = halves
-    return found
+    made = {key: _halves_of(place, arch, config, architecture) for key, place in places_of(skeleton).items()}
+    return {key: halves for key, halves in made.items() if halves}
+
+
+def _halves_of(place: Place, arch: GgufArch, config: Mapping[str, Any], architecture: Architecture) -> list[_Half]:
+    if place.parameter is not None:
+        names = _EXPERTS.get(place.parameter, ())
+        return [_Half(f"blk.{place.layer}.{name}.weight", None, i) for i, name in enumerate(names)]
+    try:
+        there = place_of(arch, f"{place.key}.weight", config, architecture)
+    except UserError:
+        return []
+    return [_Half(there.name, there.heads)] if there.expert is None else []
 
 
 def _pairs(header: GgufHeader, file: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -249,16 +226,3 @@ def _values(raw: RawTensor) -> Tensor:
 
 def _unpaired(b: Tensor, heads: int | None) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(unpaired(b.numpy(), heads))) if heads else b
-
-
-def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
-    """One pair for the weights of several, one below the other; and by how much the rank grew."""
-    (a, b), rest = pairs[0], pairs[1:]
-    if not rest:
-        return a, b, 1
-    (other_a, other_b) = rest[0]
-    if torch.equal(a, other_a):
-        return a, torch.cat([b, other_b], -2), 1
-    zero = torch.zeros_like
-    top, bottom = torch.cat([b, zero(b)], -1), torch.cat([zero(other_b), other_b], -1)
-    return torch.cat([a, other_a], -2), torch.cat([top, bottom], -2), 2
