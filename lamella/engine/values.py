@@ -10,17 +10,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.source import Checkpoint
 from lamella.checkpoint.tied import find_tying
-from lamella.store.layout import TORCH_DTYPE
 from lamella.store.reader import GroupKey, PackedGroup, Store
-
-PIECE_BYTES = 16 << 20
-"""Of a checkpoint's tensor read at once."""
 
 
 class Values(Protocol):
@@ -67,14 +64,13 @@ class CheckpointValues:
 
     def fill(self, name: str, first: int, out: Tensor) -> None:
         tensor, flat = self._tensors[name], out.view(-1)
-        dtype, size = getattr(torch, TORCH_DTYPE[tensor.dtype]), tensor.itemsize
-        step = PIECE_BYTES // size
-        buffer = torch.empty(min(step, flat.numel()) * size, dtype=torch.uint8)
+        step = self.checkpoint.piece(tensor)
+        buffer = np.empty(min(step, flat.numel()), np.float32)
         for start in range(0, flat.numel(), step):
             target = flat[start : start + step]
-            piece = buffer[: target.numel() * size]
-            self.checkpoint.read_into(tensor, (first + start) * size, memoryview(piece.numpy().data))
-            target.copy_(piece.view(dtype))
+            piece = buffer[: target.numel()]
+            self.checkpoint.values(tensor, first + start, piece)
+            target.copy_(torch.from_numpy(piece))
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -104,12 +100,12 @@ class StoreValues:
 
     def fill(self, name: str, first: int, out: Tensor) -> None:
         assert self._group is not None, "no group is at hand"
-        record, block = self._group.records[name], self._group.block_size
-        if record.format == "raw":
+        record, block = self._group.records[name], self._group.block_of(name)
+        if record.format == "raw" and not record.order:
             out.copy_(self._group.raw(name).view(-1)[first : first + out.numel()].view(out.shape))
         elif out.numel() == record.numel:
             self._group.dequantize(name, out)
-        elif first % block == 0 and out.numel() % block == 0:
+        elif not record.order and first % block == 0 and out.numel() % block == 0:
             self._group.dequantize_slice(name, first, out.view(-1))
         else:
             whole = self._group.dequantize(name, out.new_empty(record.numel))
