@@ -8,6 +8,7 @@ import numpy as np
 
 from lamella.checkpoint.bnb import EightBit, FourBit
 from lamella.checkpoint.fp8 import Fp8
+from lamella.checkpoint.gguf_decode import Gguf
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.mxfp4 import Mxfp4
 from lamella.checkpoint.numbers import Floats, decode
@@ -46,6 +47,8 @@ def decoder_of(tensor: TensorInfo, read: Read) -> Decoder:
         return Fp8(tensor, read)
     if method == "mxfp4":
         return Mxfp4(tensor, read)
+    if method == "gguf":
+        return Gguf(tensor, read)
     if method == "bnb-nf4":
         return FourBit(tensor, read)
     if method == "bnb-int8":

@@ -106,6 +106,7 @@ class DiskRule:
     Attributes:
         weight: bytes of a packed weight of this shape; None: nothing is packed.
         left_out: names of modules that stay in 16 bit, or parts of names; patterns: the same as patterns.
+        method: of packing, or "".
         only_experts: linear weights of two dimensions stay as they are.
         note: what is not known, or "".
     """
@@ -114,6 +115,7 @@ class DiskRule:
     left_out: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
     only_experts: bool = False
+    method: str = ""
     note: str = ""
 
     @property
@@ -153,7 +155,7 @@ def disk_rule(config: Mapping[str, Any]) -> DiskRule:
     listed = [str(n) for n in settings.get("modules_to_not_convert") or settings.get("ignore") or ()]
     plain = frozenset(n for n in listed if "*" not in n and not n.startswith("re:"))
     patterns = tuple(_pattern(n) for n in listed if n not in plain)
-    return DiskRule(_weight_bytes(method, settings), plain, patterns, method == "mxfp4")
+    return DiskRule(_weight_bytes(method, settings), plain, patterns, method == "mxfp4", method)
 
 
 def _pattern(listed: str) -> re.Pattern[str]:

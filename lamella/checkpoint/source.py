@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lamella.checkpoint.decode import decoder_of
 from lamella.checkpoint.facts import Layout, ModelFacts, layout_of, model_facts
+from lamella.checkpoint.gguf import is_gguf, read_gguf
 from lamella.checkpoint.header import TensorInfo, read_header
 from lamella.checkpoint.logical import logical_tensors, refuse_packed, refuse_unread
 from lamella.checkpoint.marks import quantization_of
@@ -58,7 +59,7 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: its folder.
+        path: its folder, or the GGUF file.
         config: config.json.
         tensors: every tensor by name, as the 16-bit checkpoint would have it.
         facts: sizes from config.json.
@@ -77,13 +78,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, source: str | Path) -> Checkpoint:
-        """Open a local folder, or a hub id (downloaded through `huggingface_hub`). Reads headers only.
+        """Open a local folder, a `.gguf` file, or a hub id (downloaded through `huggingface_hub`). Reads headers only.
 
         Raises:
             UserError: no such folder, missing or cut shard, index that disagrees with the shards,
                 git-lfs pointer, weights quantised in a way that is not read, scales that do not go with their weights,
                 a layer store in place of a checkpoint.
         """
+        if is_gguf(source):
+            return cls._open_gguf(Path(source))
         path = locate(source)
         if (path / "manifest.json").is_file() and (path / "layers").is_dir():
             raise UserError("is a layer store already; quantising it again would lose precision twice",
@@ -110,6 +113,15 @@ class Checkpoint:
             check_experts(layout, facts, path)
             on_error.pop_all()
         return cls(path, config, tensors, facts, layout, logical.notices, reader)
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> Checkpoint:
+        model = read_gguf(path)
+        facts = model_facts(model.config, path)
+        check_shapes(model.tensors, facts, model.config, path)
+        tensors = {tensor.name: tensor for tensor in model.tensors}
+        layout = layout_of(tensors, facts, path)
+        return cls(path, model.config, tensors, facts, layout, model.notices)
 
     def values(self, tensor: TensorInfo, first: int, out: NDArray[np.float32]) -> None:
         """Fill `out` with the tensor's values from `first` on, in row-major order of its shape.
@@ -173,9 +185,7 @@ def locate(source: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        fix = "give the folder that holds config.json"
-        if path.suffix == ".gguf":
-            fix = "GGUF is not read yet; give a Hugging Face checkpoint folder"
+        fix = "give the folder that holds config.json, or a .gguf file"
         raise UserError("is a file, not a checkpoint folder", fix=fix, path=path)
     if not HUB_ID.fullmatch(str(source)):
         raise UserError("no such folder", fix="give a checkpoint folder, or a hub id such as owner/name", path=path)

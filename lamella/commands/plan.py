@@ -67,6 +67,9 @@ def plan(
     ] = None,
     rows: Annotated[int | None, typer.Option("--rows", help="Without data: this many rows.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Without data: tokens of each row.")] = None,
+    formats: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="quantize.toml: formats of the store to be made.")
+    ] = None,
     price_per_hour: Annotated[float | None, typer.Option(help="US dollars an hour for the whole machine.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure with formula and inputs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
@@ -91,7 +94,8 @@ def plan(
         raise UserError("no MODEL given", fix="give a checkpoint folder, config.json, layer store, hub id or run.toml")
     gc.disable()  # a plan makes many small objects and no cycles
     try:
-        planned = _make(model, overrides or [], Asked(tuple(data or ()), rows, tokens), machine, price_per_hour)
+        asked = Asked(tuple(data or ()), rows, tokens)
+        planned = _make(model, overrides or [], asked, machine, price_per_hour, formats)
     finally:
         gc.enable()
     if save is not None:
@@ -101,16 +105,19 @@ def plan(
     _show(planned, explain, as_json, save)
 
 
-def _make(model: str, overrides: list[str], asked: Asked, machine: str | None, price: float | None) -> Planned:
+def _make(
+    model: str, overrides: list[str], asked: Asked, machine: str | None, price: float | None, formats: Path | None
+) -> Planned:
     from lamella.forecast.calibration import beside
     from lamella.forecast.describe import shape_of
     from lamella.forecast.make import make_plan
     from lamella.hardware.machines import MACHINE_FILE, open_machine
+    from lamella.store.formats import read_formats
 
     if asked.data and (asked.rows is not None or asked.tokens is not None):
         raise UserError("--data together with --rows or --tokens", fix="give the data, or the rows that stand for them")
     found = find_model(model, overrides)
-    shape = shape_of(found.name)
+    shape = shape_of(found.name, formats=None if formats is None else read_formats(formats))
     folder = found.run.parent if found.run is not None and not Path(MACHINE_FILE).is_file() else Path()
     box = open_machine(machine, folder=folder)
     past = beside(folder / MACHINE_FILE if machine is None else Path(machine))

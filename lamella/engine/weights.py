@@ -1,7 +1,8 @@
 """Where the base weights are, and how a layer's come to its modules.
 
 Every layer's weights are views of one shared buffer in the compute dtype, whatever their formats: dequantising layer i
-into it is all that binding takes. (Here as elsewhere those that a store keeps in 16 bit count with the quantised ones.) On a CPU experts stay packed (`models/packed.py`). Small tensors that were kept in
+into it is all that binding takes. (Weights that a store keeps in 16 bit count with the quantised ones.) On a CPU experts stay
+packed (`models/packed.py`). Small tensors that were kept in
 16 bit (norms, biases, routers) stay in memory. Packed layers are held in memory as far as the budget goes; the others are
 read from the store into two slots, the next one ahead of its turn. On a GPU the budget is the device's memory; see
 `device.py`.
@@ -24,7 +25,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lamella.checkpoint.facts import QUANTISED_CLASSES
 from lamella.engine.device import (
     Copier,
     CudaCopier,
@@ -47,7 +47,7 @@ from lamella.models.packed import ExpertBytes, can_stay_packed
 from lamella.models.pieces import Cut, ParamPlan
 from lamella.models.skeleton import Skeleton
 from lamella.ranks.beats import PULSE
-from lamella.store.manifest import TensorRecord
+from lamella.store.manifest import TensorRecord, is_weight
 from lamella.store.reader import GroupKey, PackedGroup, Store, block_of, in_order
 from lamella.store.shared import SharedFile
 from lamella.store.verify import read_exactly
@@ -779,7 +779,7 @@ def bind_tensor(module: nn.Module, key: str, tensor: Tensor | None) -> None:
 
 def is_streamed(record: TensorRecord) -> bool:
     """Whether a tensor's values come to their parameter at each turn of its layer: all but the small ones in 16 bit or more."""
-    return record.format != "raw" or (record.tensor_class in QUANTISED_CLASSES and record.numel > 0)
+    return is_weight(record.format, record.tensor_class) and record.numel > 0
 
 
 def read_raw(store: Store, i: GroupKey, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from lamella.checkpoint.architecture import (
     known_family,
     refuse_encoder,
 )
+from lamella.checkpoint.decode import decoder_of
 from lamella.checkpoint.facts import (
     QUANTISED_CLASSES,
     classify_in_layer,
@@ -35,7 +36,7 @@ from lamella.checkpoint.header import DTYPE_BYTES, TensorInfo
 from lamella.checkpoint.keys import Keys
 from lamella.checkpoint.kinds import FULL
 from lamella.checkpoint.packed import DiskRule, disk_rule, unpacked
-from lamella.checkpoint.packing import Read
+from lamella.checkpoint.packing import Native, Packing, Read
 from lamella.checkpoint.reader import Reader
 from lamella.checkpoint.shapes import check_experts, check_shapes
 from lamella.checkpoint.source import HUB_ID, read_json, read_tensors
@@ -43,31 +44,38 @@ from lamella.errors import UserError
 from lamella.forecast.cores import core_of
 from lamella.forecast.matrices import Held, matrices_of
 from lamella.forecast.shape import LayerShape, ModelShape
-from lamella.store.manifest import ITEM_BYTES, MANIFEST_NAME, Group, read_manifest
-from lamella.store.quantize import QuantizeSettings, check_settings, plan_layer, plan_outer
+from lamella.store.formats import Formats, NativeOf
+from lamella.store.manifest import ITEM_BYTES, MANIFEST_NAME, Group, is_weight, read_manifest
+from lamella.store.quantize import QuantizeSettings, check_settings, chooser_of, plan_layer, plan_outer
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LENGTH_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length")
 
 
-def shape_of(model: str | Path, *, block_size: int = 64, double_quant: bool = True) -> ModelShape:
+def shape_of(
+    model: str | Path, *, block_size: int = 64, double_quant: bool = True, formats: Formats | None = None
+) -> ModelShape:
     """What a model is made of.
 
     Args:
         model: a config.json, a checkpoint's folder (its headers are read; without weights, its config.json alone), a layer
             store, or a hub id (config.json and headers are read through byte ranges).
-        block_size, double_quant: of the store that is to be made; a store's own are what they are.
+        block_size, double_quant, formats: of the store that is to be made; a store's own are what they are.
 
     Raises:
+        UserError: formats asked of a store, or rules of theirs that do nothing.
         UserError: nothing there, unknown architecture, contradictory or broken config.json, damaged headers.
     """
-    settings = QuantizeSettings(block_size=block_size, double_quant=double_quant)
+    asked = formats or Formats()
+    settings = QuantizeSettings(block_size=block_size, double_quant=double_quant, formats=asked)
     check_settings(settings)
     path = Path(model)
     if path.is_file():
         return _by_rules(str(model), read_json(path), path, settings)
     if path.is_dir():
         if (path / MANIFEST_NAME).is_file():
+            if asked != Formats():
+                raise UserError("is a store, whose formats are what they are", fix="leave --formats out", path=path)
             return _by_store(str(model), path)
         config = read_json(path / "config.json")
         if any(path.glob("*.safetensors")):
@@ -130,7 +138,7 @@ def _by_rules(name: str, config: Mapping[str, Any], path: Path, settings: Quanti
     beyond = _on_disk(
         "", {n: (s, _is_linear(_rest(n), s, experts)) for n, s in found.beyond.items()}, path, dtype, on_disk
     )
-    layers = _layers_of(found, path, dtype, on_disk, experts)
+    layers = _layers_of(found, path, dtype, on_disk, experts, apart=bool(settings.formats.names))
     notes = [on_disk.note] if on_disk.note else []
     if found.assumed:
         values = ", ".join(f"{key} = {value}" for key, value in sorted(found.assumed.items()))
@@ -138,19 +146,19 @@ def _by_rules(name: str, config: Mapping[str, Any], path: Path, settings: Quanti
     if isinstance(config.get("text_config"), Mapping):
         notes.append("the decoder alone: vision and audio parts do not follow from config.json")
     return _shape(_Parts(name, "config.json", config, found.prefix, layers, outer, beyond, found.kinds, found.tied, keys, notes),
-                  settings)  # fmt: skip
+                  settings, _native_of(None))  # fmt: skip
 
 
 def _layers_of(
-    found: Architecture, path: Path, dtype: str, on_disk: DiskRule, experts: int | None
+    found: Architecture, path: Path, dtype: str, on_disk: DiskRule, experts: int | None, apart: bool
 ) -> list[tuple[str, Sequence[TensorInfo]]]:
-    """Tensors of each layer. Layers alike share one list under the first one's names, unless their bytes differ."""
+    """Tensors of each layer. Layers alike share one list under the first one's names, unless their bytes differ or `apart`."""
     seen: dict[Any, tuple[str, Sequence[TensorInfo]]] = {}
     linear: dict[Any, dict[str, tuple[tuple[int, ...], bool]]] = {}
     layers = []
     for i, tensors in enumerate(found.layers):
         start, alike = f"{found.prefix}.{i}.", tuple(tensors.items())
-        key = (alike, i if on_disk.by_layer else None)
+        key = (alike, i if on_disk.by_layer or apart else None)
         if alike not in linear:
             linear[alike] = {rest: (shape, _is_linear(rest, shape, experts)) for rest, shape in alike}
         if key not in seen:
@@ -163,10 +171,26 @@ def _on_disk(
     start: str, tensors: Mapping[str, tuple[tuple[int, ...], bool]], path: Path, dtype: str, rule: DiskRule
 ) -> list[TensorInfo]:
     item = DTYPE_BYTES[dtype]
-    return [
-        TensorInfo(start + rest, path, dtype, shape, 0, rule.nbytes(start + rest, shape, linear, item))
-        for rest, (shape, linear) in tensors.items()
-    ]
+    found = []
+    for rest, (shape, linear) in tensors.items():
+        info = TensorInfo(start + rest, path, dtype, shape, 0, rule.nbytes(start + rest, shape, linear, item))
+        if rule.method == "mxfp4" and info.nbytes != prod(shape) * item:
+            info = replace(info, packing=Packing("mxfp4", {"blocks": info, "scales": info}, {"order": ()}))
+        found.append(info)
+    return found
+
+
+def _native_of(read: Read | None) -> NativeOf:
+    """Which form a store would take over; `read`: of the files, None where they are not at hand."""
+
+    def unread(tensor: TensorInfo, start: int, buffer: memoryview) -> None:
+        raise AssertionError(f"{tensor.name} is not at hand")
+
+    def native(tensor: TensorInfo) -> Native | None:
+        header_tells = tensor.packing is not None and tensor.packing.method in ("mxfp4", "gguf")
+        return decoder_of(tensor, read or unread).native() if read is not None or header_tells else None
+
+    return native
 
 
 def _is_linear(rest: str, shape: tuple[int, ...], experts: int | None) -> bool:
@@ -222,7 +246,7 @@ def _by_tensors(
     kinds = layer_kinds(keys, FAMILIES[family]) if family else _said_kinds(keys, facts.num_layers)
     layers = [(f"{layout.prefix}.{i}.", tensors) for i, tensors in enumerate(layout.layers)]
     return _shape(_Parts(name, "headers", config, layout.prefix, layers, outer, list(layout.beyond), kinds, tied, keys, notes),
-                  settings, head if tied else None)  # fmt: skip
+                  settings, _native_of(read), head if tied else None)  # fmt: skip
 
 
 def _said_kinds(keys: Keys, layers: int) -> list[str]:
@@ -241,7 +265,8 @@ def _by_store(name: str, path: Path) -> ModelShape:
     for i, (group, kind) in enumerate(zip(manifest.layers, kinds, strict=True)):
         start = f"{manifest.layer_prefix}.{i}."
         held = tuple(
-            Held(r.name.removeprefix(start), r.shape, r.tensor_class, r.format != "raw") for r in group.tensors
+            Held(r.name.removeprefix(start), r.shape, r.tensor_class, is_weight(r.format, r.tensor_class))
+            for r in group.tensors
         )
         layers.append(builder.layer(held, kind, _source_bytes(group), group.nbytes, _raw_bytes(group)))
     outer = [(r.name, r.tensor_class, r.numel) for r in manifest.outer.tensors]
@@ -255,25 +280,32 @@ def _source_bytes(group: Group) -> int:
 
 
 def _raw_bytes(group: Group) -> int:
-    return sum(r.nbytes for r in group.tensors if r.format == "raw")
+    return sum(r.nbytes for r in group.tensors if not is_weight(r.format, r.tensor_class))
 
 
 # ---- sums ------------------------------------------------------------------------------------------
 
 
-def _shape(parts: _Parts, settings: QuantizeSettings, dropped: TensorInfo | None = None) -> ModelShape:
+def _shape(
+    parts: _Parts, settings: QuantizeSettings, native_of: NativeOf, dropped: TensorInfo | None = None
+) -> ModelShape:
     """Layers planned as `quantize` would lay them out, one of each kind."""
     experts = num_routed_experts(parts.config) or parts.keys.experts()
     builder = _Builder(parts.config, parts.keys, experts)
     layers = []
+    chooser = chooser_of(settings, native_of)
+    apart = bool(settings.formats.names)
     seen: dict[Any, LayerShape] = {}
     for i, ((start, tensors), kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
-        key = (kind, tuple((t.name.removeprefix(start), t.shape, t.dtype, t.nbytes) for t in tensors))
+        key = (kind, i if apart else None,
+               tuple((t.name.removeprefix(start), t.shape, t.dtype, t.nbytes) for t in tensors))  # fmt: skip
         if key not in seen:
-            planned = plan_layer(i, tensors, start, experts, settings)
-            held = tuple(Held(p.tensor.name.removeprefix(start), p.tensor.shape, p.tensor_class, p.format != "raw")
-                         for p in planned.tensors)  # fmt: skip
-            raw = sum(n for p in planned.tensors if p.format == "raw" for _, n in p.parts.values())
+            planned = plan_layer(i, tensors, start, experts, chooser)
+            weights = [is_weight(p.format, p.tensor_class) for p in planned.tensors]
+            held = tuple(Held(p.tensor.name.removeprefix(start), p.tensor.shape, p.tensor_class, weight)
+                         for p, weight in zip(planned.tensors, weights, strict=True))  # fmt: skip
+            raw = sum(n for p, weight in zip(planned.tensors, weights, strict=True) if not weight
+                      for _, n in p.parts.values())  # fmt: skip
             seen[key] = builder.layer(held, kind, sum(t.nbytes for t in tensors), planned.nbytes, raw)
         layers.append(seen[key])
     root = parts.prefix.rpartition(".")[0]
@@ -289,8 +321,10 @@ def _shape(parts: _Parts, settings: QuantizeSettings, dropped: TensorInfo | None
     if foreign:
         notes.append(f"left out: {len(foreign)} tensors that are not trained, first {foreign[0].name}")
     counted = [(t.name, classify_outer(t.name), t.numel) for t in outer]
+    outer_bytes = plan_outer(outer, chooser).nbytes
+    chooser.check()
     return builder.model(parts.name, parts.source, layers, counted, sum(t.numel for t in foreign), parts.tied,
-                         sum(t.nbytes for t in everything), plan_outer(outer, settings).nbytes, notes)  # fmt: skip
+                         sum(t.nbytes for t in everything), outer_bytes, notes)  # fmt: skip
 
 
 class _Builder:

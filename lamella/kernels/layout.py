@@ -159,9 +159,7 @@ def prepare_mxfp4(x: Tensor, codes: Tensor | None, scales: Tensor | None) -> tup
     return codes, scales
 
 
-def prepare_int8(
-    x: Tensor, block_size: int, codes: Tensor | None, scales: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def prepare_int8(x: Tensor, block_size: int, codes: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `prepare_quantize`; blocks of any length."""
     check_source(x)
     check_int8_block(block_size)

@@ -24,9 +24,7 @@ BLOCK = 64
 _scratch: dict[torch.dtype, Tensor] = {}
 
 
-def can_stay_packed(
-    plan: ParamPlan, module: nn.Module, block_size: int, records: Mapping[str, TensorRecord]
-) -> bool:
+def can_stay_packed(plan: ParamPlan, module: nn.Module, block_size: int, records: Mapping[str, TensorRecord]) -> bool:
     """Whether a parameter is a stack of experts whose borders are borders of quantised blocks.
 
     Args:

@@ -15,6 +15,7 @@ from lamella.checkpoint.header import TensorInfo
 from lamella.store.formats import Form
 from lamella.store.manifest import ALIGN_BYTES, TensorFormat, part_sizes
 
+
 @dataclass(frozen=True)
 class Planned:
     """A tensor to be stored: source, class, form, and the place of its parts."""
@@ -68,24 +69,19 @@ def plan_group(key: str, file: str, wanted: Sequence[Wanted]) -> PlannedGroup:
         return start, nbytes
 
     code_part = None
-    if any(_shares_code(w.form) for w in wanted):
+    if any(w.form.double_quant for w in wanted):
         code_part = place(1024)
     planned: list[Planned] = []
     for run in _runs(wanted):
         sizes = [_sizes(w) for w in run]
         places: list[dict[str, tuple[int, int]]] = [{} for _ in run]
         for part in sizes[0]:
-            shared = code_part if part == "absmax_code" and _shares_code(run[0].form) else None
+            shared = code_part if part == "absmax_code" else None
             for spot, size in zip(places, sizes, strict=True):
                 spot[part] = shared or place(size[part])
         for w, spot in zip(run, places, strict=True):
             planned.append(Planned(w.tensor, w.tensor_class, w.form, spot))
     return PlannedGroup(key, file, position, tuple(planned))
-
-
-def _shares_code(form: Form) -> bool:
-    """Scales made here all have the same 8-bit map; a source's may be another."""
-    return form.double_quant and not form.native
 
 
 def _sizes(wanted: Wanted) -> dict[str, int]:

@@ -33,7 +33,7 @@ from typing import Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lamella.checkpoint.facts import TensorClass
+from lamella.checkpoint.facts import QUANTISED_CLASSES, TensorClass
 from lamella.errors import UserError
 
 TensorFormat = Literal["nf4", "mxfp4", "int8", "raw"]
@@ -150,6 +150,12 @@ class Manifest(_Model):
         return [("outer", self.outer), *enumerate(self.layers)]
 
 
+def is_weight(form: TensorFormat, kind: TensorClass) -> bool:
+    """Whether a tensor's values come to their place at each turn of their layer, as quantised ones do: weights that are kept in
+    16 bit too. All others are small, and stay."""
+    return form != "raw" or kind in QUANTISED_CLASSES
+
+
 def part_sizes(
     form: TensorFormat, numel: int, *, block_size: int = 0, double_quant: bool = False, dtype: str = ""
 ) -> dict[str, int]:
@@ -260,7 +266,9 @@ def _check_group(key: int | str, group: Group, manifest: Manifest, path: Path) -
         if record.format != "raw":
             basis = f"{record.format}, block size {block_size} and shape {list(record.shape)}"
         if record.order and sorted(record.order) != list(range(len(record.shape))):
-            what = f"{where}: tensor {record.name!r}: `order` {list(record.order)} is none of shape {list(record.shape)}"
+            what = (
+                f"{where}: tensor {record.name!r}: `order` {list(record.order)} is none of shape {list(record.shape)}"
+            )
             raise UserError(what, fix=_REMAKE, path=path)
         if record.format == "mxfp4" and block_size != MXFP4_BLOCK:
             what = f"{where}: tensor {record.name!r}: `block_size` {block_size}, mxfp4 has {MXFP4_BLOCK}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from lamella import __version__
 from lamella.checkpoint.defaults import defaulted
 from lamella.checkpoint.facts import Layout, classify_in_layer, classify_outer
 from lamella.checkpoint.fingerprint import fingerprint
+from lamella.checkpoint.gguf import is_gguf
 from lamella.checkpoint.header import TensorInfo
 from lamella.checkpoint.marks import plain_config
 from lamella.checkpoint.source import INDEX_NAME, Checkpoint
@@ -25,6 +27,7 @@ from lamella.console import notice, progress
 from lamella.errors import UserError
 from lamella.files import file_checksum, free_bytes, fsync_path, write_bytes, write_json
 from lamella.store.formats import Chooser, Formats, NativeOf
+from lamella.store.gguf_files import write_gguf_files
 from lamella.store.journal import JOURNAL_NAME, Journal, check_writable, partial_path
 from lamella.store.layout import PlannedGroup, Wanted, plan_group
 from lamella.store.manifest import (
@@ -52,7 +55,7 @@ class QuantizeSettings:
     """Quantise the scales themselves to 8 bits."""
     kept_dtype: Literal["source", "bf16"] = "source"
     """Dtype of float tensors that stay unquantised."""
-    formats: Formats = Formats()
+    formats: Formats = field(default_factory=Formats)
     """What other formats than NF4 were asked for."""
 
 
@@ -203,9 +206,7 @@ def _stream(
     total = sum(planned.tensor.nbytes for group in pending for planned in group.tensors)
     with progress("quantise", total, "B") as meter:
         try:
-            run_pipeline(
-                checkpoint, plan.groups, journal, advance=meter.advance, threads=threads
-            )
+            run_pipeline(checkpoint, plan.groups, journal, advance=meter.advance, threads=threads)
         except KeyboardInterrupt:
             notice("stopped; the same command goes on where it was")
             raise
@@ -265,7 +266,12 @@ def group_record(planned: PlannedGroup, checksums: Mapping[str, str], settings: 
 
 
 def copy_files(source: Path, model_config: dict[str, Any], tied: bool, partial: Path) -> dict[str, CopiedFile]:
-    """Copy config, tokenizer and licence files; config.json gets the `tie_word_embeddings` in effect."""
+    """Copy config, tokenizer and licence files; config.json gets the `tie_word_embeddings` in effect. A GGUF model's are made
+    of its metadata."""
+    if is_gguf(source):
+        with tempfile.TemporaryDirectory() as made:
+            write_gguf_files(source, model_config, Path(made))
+            return copy_files(Path(made), model_config, tied, partial)
     copied: dict[str, CopiedFile] = {}
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -100,16 +101,20 @@ def _left_whole(groups: Iterable[PlannedGroup]) -> list[str]:
 
 
 def _taken_over(layers: Iterable[Planned]) -> list[str]:
-    """What keeps the form that it has in a quantised source."""
+    """What keeps the form that it has in a quantised source, and what does not."""
     taken: dict[str, list[Planned]] = {}
     for p in layers:
         if p.form.native:
             taken.setdefault(p.format, []).append(p)
-    return [
+    lines = [
         f"{len(members)} tensors keep their source's {kind}, bit for bit, in blocks of "
         f"{' and '.join(map(str, sorted({p.form.block_size for p in members})))}"
         for kind, members in taken.items()
     ]
+    again = Counter((p.tensor.packing.method, p.format) for p in layers
+                    if p.tensor.packing is not None and not p.form.native and p.format != "raw")  # fmt: skip
+    return lines + [f"{count} tensors are rounded a second time, from the source's {method} to {kind}"
+                    for (method, kind), count in again.items()]  # fmt: skip
 
 
 def report_table(rows: Iterable[ReportRow], title: str) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamella.checkpoint.architecture import keys_of
-from lamella.checkpoint.families import FAMILIES, layer_kinds
 from lamella.checkpoint.facts import text_config
+from lamella.checkpoint.families import FAMILIES, layer_kinds
 from lamella.checkpoint.gguf import query_scalar
 from lamella.checkpoint.gguf_archs import COMMON, HEAD_DIM_TYPES, GgufArch, arch_of
 from lamella.checkpoint.gguf_rope import FREQS, GEMMA3_LOCAL, LONG, SHORT, llama3_divisors
