@@ -244,6 +244,8 @@ def merge(
             refuse(losses, form, max_loss)
             _all_used(job.pairs)
             made.finish(order.config, order.files)
+            if form in GGUF_FORMS:  # for whoever wants the model's settings under transformers' names
+                write_json(partial / "config.json", order.config, indent=2)
             said = travel.write(partial, job.of, source=adapter, facts=job.pairs.file.facts, kind="merged", layout=form)
             difference = _base_difference(job) if onto != "store" else None
             apart = _divergences(job, partial, form, texts) if texts is not None else (None, None)
