@@ -54,7 +54,8 @@ class CheckpointValues:
     def __init__(self, checkpoint: Checkpoint) -> None:
         tying = find_tying(checkpoint)
         self.checkpoint = checkpoint
-        self.path, self.tied = checkpoint.path, tying.tied
+        self.path = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        self.tied = tying.tied
         self.fingerprint = fingerprint(checkpoint, tying.tied)
         kept = (*checkpoint.layout.outer, *(t for layer in checkpoint.layout.layers for t in layer))
         self._tensors = {t.name: t for t in kept if t is not tying.drop}

@@ -37,15 +37,15 @@ class Loss:
     dot: float = 0.0
     delta_abs: float = 0.0
     values: int = 0
-    changed: int = 0
+    changed: bool = False
 
     def add(self, stored: Tensor, base: Tensor, delta: Tensor) -> None:
         """A piece: flat fp32 tensors of one size; `base` is overwritten."""
+        self.changed = self.changed or not torch.equal(stored, base)
         recovered = torch.sub(stored, base, out=base)
         self.dot += float(torch.dot(recovered, delta))
         self.delta2 += float(torch.dot(delta, delta))
         self.delta_abs += float(torch.linalg.vector_norm(delta, 1))
-        self.changed += int(torch.count_nonzero(recovered))
         recovered -= delta
         self.error2 += float(torch.dot(recovered, recovered))
         self.values += delta.numel()
@@ -56,7 +56,7 @@ class Loss:
         self.dot += other.dot
         self.delta_abs += other.delta_abs
         self.values += other.values
-        self.changed += other.changed
+        self.changed = self.changed or other.changed
 
     @property
     def error(self) -> float:

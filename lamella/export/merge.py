@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from lamella.export.adapters import check_base
 from lamella.export.base import Base, CheckpointBase, StoreBase
 from lamella.export.delta import DeltaOf, PairFile, plan_deltas
 from lamella.export.loss import Loss, TensorLoss, by_class, complaint, lines, refuse, worst
-from lamella.export.writers import PIECE_VALUES, ModelWriter, Target
+from lamella.export.writers import PIECE_VALUES, ModelWriter, Target, gguf
 from lamella.export.writers.fp8 import Fp8Writer
 from lamella.export.writers.nf4 import Nf4Writer
 from lamella.export.writers.plain import DTYPES, PlainWriter
@@ -39,12 +39,15 @@ from lamella.files import file_checksum, free_bytes, fsync_path, write_json
 from lamella.models.binding import plan_binding
 from lamella.models.pieces import ParamPlan
 from lamella.models.skeleton import Skeleton
+from lamella.quality.divergence import Base as Checkpointed
+from lamella.quality.divergence import Divergence, Model, Stored, divergences
 from lamella.store.journal import check_writable, partial_path
 from lamella.store.manifest import TensorRecord
 from lamella.store.reader import Store
 from lamella.units import format_bytes, format_seconds
 
-FORMS = ("auto", "bf16", "fp16", "fp32", "fp8", "nf4")
+GGUF_FORMS = tuple(f"gguf-{form}" for form in gguf.FORMS)
+FORMS = ("auto", "bf16", "fp16", "fp32", "fp8", "nf4", *GGUF_FORMS)
 EXPORT_FILE = "export.json"
 
 
@@ -87,6 +90,8 @@ class Merged:
         base_difference: onto a checkpoint: ||checkpoint - store|| / ||delta|| over the adapted tensors; else None.
         seconds: of the whole merge.
         notices: what the user was told.
+        divergence: of the merged model, as read back, from adapter-on-base on the given texts; base_divergence: of the base
+            without its adapter, beside which the first is to be seen.
     """
 
     path: Path
@@ -99,7 +104,9 @@ class Merged:
     unchanged: tuple[str, ...]
     base_difference: float | None
     seconds: float
-    notices: tuple[str, ...] = field(default=())
+    notices: tuple[str, ...]
+    divergence: Divergence | None = None
+    base_divergence: Divergence | None = None
 
     def facts(self) -> dict[str, Any]:
         """For `export.json`."""
@@ -109,6 +116,8 @@ class Merged:
             "loss": {name: _told(loss) for name, loss in by_class(self.losses).items()},
             "worst": [{"name": one.name, **_told(one.loss)} for one in worst(self.losses)],
             "base_difference": self.base_difference, "seconds": round(self.seconds, 2), "notices": list(self.notices),
+            "divergence": None if self.divergence is None else asdict(self.divergence),
+            "base_divergence": None if self.base_divergence is None else asdict(self.base_divergence),
         }  # fmt: skip
 
 
@@ -188,6 +197,7 @@ def merge(
     dtype: str | None = None,
     max_loss: float | None = None,
     experts_4bit: bool = False,
+    texts: Sequence[Sequence[int]] | None = None,
     writer: WriterOf | None = None,
     shard_bytes: int = SHARD_BYTES,
     finished: Callable[[Path], None] | None = None,
@@ -196,14 +206,15 @@ def merge(
 
     Args:
         store: layer store; adapter: folder of an adapter trained on it.
-        form: "bf16", "fp16", "fp32"; "fp8" (blocks of 128 x 128), "nf4" (bitsandbytes), both with the rest in `dtype`; "auto":
-            the narrowest of the first three that keeps the delta.
+        form: "bf16", "fp16", "fp32"; "fp8" (blocks of 128 x 128), "nf4" (bitsandbytes), both with the rest in `dtype`;
+            "gguf-..." (`writers.gguf.FORMS`): one file in `out`; "auto": the narrowest of the first three that keeps the delta.
         onto: "store", or the checkpoint (folder or hub id) in whose place the store stands.
         layout: of the adapter, where its files do not tell (`adapter.layouts`).
         dtype: of what "fp8" and "nf4" leave in 16 or 32 bit; None: bf16, or fp16 where the checkpoint was that.
         max_loss: limit on each class's error of the recovered delta; None: `loss.MAX_ERROR`, and for 4 and 8 bit
             `loss.MIN_KEPT` of what is kept.
         experts_4bit: "nf4": single experts' weights too (vLLM reads them, transformers 5 does not).
+        texts: token ids; the merged model is read back and compared with adapter-on-base on them (`quality.divergence`).
         writer: makes the writer of a form of its own, which `form` names.
         shard_bytes: see `Shards`.
         finished: told of each weight file that is whole and on disk, and free to take it away; then room is needed for two.
@@ -215,6 +226,8 @@ def merge(
     begin_s = time.monotonic()
     if form not in FORMS and writer is None:
         raise UserError(f"form {form!r} is not known", fix=f"give one of {', '.join(FORMS)}")
+    if texts is not None and finished is not None:
+        raise UserError("texts are given, and files that may be taken away", fix="compare without `finished`")
     if out.exists():
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
@@ -231,11 +244,15 @@ def merge(
             refuse(losses, form, max_loss)
             _all_used(job.pairs)
             made.finish(order.config, order.files)
+            if form in GGUF_FORMS:  # for whoever wants the model's settings under transformers' names
+                write_json(partial / "config.json", order.config, indent=2)
             said = travel.write(partial, job.of, source=adapter, facts=job.pairs.file.facts, kind="merged", layout=form)
             difference = _base_difference(job) if onto != "store" else None
+            apart = _divergences(job, partial, form, texts) if texts is not None else (None, None)
+            notices = (*_notices(made, losses, form, unchanged, difference), *_apart_notices(apart), *said)
             merged = Merged(
                 out, form, made.nbytes, len(job.targets), len(job.deltas), job.pairs.tensors, tuple(losses), unchanged,
-                difference, time.monotonic() - begin_s, (*_notices(made, losses, form, unchanged, difference), *said),
+                difference, time.monotonic() - begin_s, notices, *apart,
             )  # fmt: skip
             write_json(partial / EXPORT_FILE, _export_facts(job, merged, onto), indent=2)
             fsync_path(partial)
@@ -286,8 +303,11 @@ def _writer(
     experts_4bit: bool,
     shard_bytes: int,
     finished: Callable[[Path], None] | None,
-) -> PlainWriter:
+) -> ModelWriter:
     partial, targets = order.folder, order.targets
+    if form in GGUF_FORMS:
+        kind = form.removeprefix("gguf-")
+        return gguf.GgufWriter(partial / f"model-{kind}.gguf", targets, kind, order.config, order.files)
     if form in DTYPES:
         if dtype is not None and dtype != form:
             raise UserError(f"dtype {dtype!r} with form {form!r}", fix="leave dtype out; the form says it")
@@ -447,6 +467,27 @@ def _notices(
     if not any(one.loss.delta2 for one in losses):
         told.append("the adapter is zero: the merged model is its base")
     return tuple(told)
+
+
+def _divergences(
+    job: _Job, partial: Path, form: str, texts: Sequence[Sequence[int]]
+) -> tuple[Divergence | None, Divergence | None]:
+    """Of the merged model, read back, and of the bare base, from adapter-on-base."""
+    path = next(partial.glob("*.gguf")) if form in GGUF_FORMS else partial
+    others: dict[str, Model] = {"merged": Checkpointed(path), "base": Stored(job.store.path)}
+    found = divergences(Stored(job.store.path, job.adapter), others, texts)
+    return found["merged"], found["base"]
+
+
+def _apart_notices(apart: tuple[Divergence | None, Divergence | None]) -> list[str]:
+    merged, base = apart
+    if merged is None or base is None:
+        return []
+    return [
+        f"KL from adapter-on-base over {merged.tokens} tokens: merged {merged.kl_mean:.3g} nats a token (99th percentile "
+        f"{merged.kl_p99:.3g}), base alone {base.kl_mean:.3g}; the same first token in {merged.top1_agreement:.2%}, base alone "
+        f"{base.top1_agreement:.2%}"
+    ]
 
 
 def _export_facts(job: _Job, merged: Merged, onto: str | Path) -> dict[str, Any]:

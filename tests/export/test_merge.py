@@ -17,7 +17,7 @@ from lamella.export.writers.fp8 import dequantize_fp8
 from lamella.store.quantize import quantize_checkpoint
 from lamella.store.reader import Store
 from tests.engine.test_families import FAMILIES
-from tests.export.conftest import divergence, logits_of, tune
+from tests.export.conftest import ROWS, divergence, logits_of, tune
 from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import load_reference, write_dequantised
 
@@ -281,3 +281,17 @@ def test_progress_and_losses_are_told(tuned, tmp_path, capsys):
     assert "bf16, experts: mean |delta|" in said
     assert "bf16, attention: mean |delta|" in said
     assert "worst layer" in said
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "gguf-q8_0"])
+def test_divergence_is_measured_on_what_was_written(form, tuned, tmp_path):
+    case = tuned(FAMILIES["llama"]())
+    merged = merge(case.store.path, case.adapter, tmp_path / "out", form, texts=[ids for ids, _ in ROWS])
+    told = json.loads((merged.path / "export.json").read_text())
+    most = {"bf16": 1e-3, "fp8": 2e-2, "gguf-q8_0": 1e-2}[form]
+    assert 0 < told["divergence"]["kl_mean"] < most * told["base_divergence"]["kl_mean"]
+    assert told["divergence"]["tokens"] == sum(len(ids) - 1 for ids, _ in ROWS)
+    assert any("KL from adapter-on-base" in line for line in merged.notices)
+    if form != "gguf-q8_0":
+        apart = divergence(case.tuned, logits_of(load(merged.path)))
+        assert told["divergence"]["kl_mean"] == pytest.approx(apart, rel=0.2)

@@ -16,16 +16,16 @@ from lamella.errors import UserError
 from lamella.export.loss import Loss
 from lamella.export.merge import merge
 from lamella.export.writers.fp8 import dequantize_fp8, quantize_fp8
-from lamella.kernels import dequantize_nf4, quantize_nf4
+from lamella.kernels import dequantize_nf4, quantize_mxfp4, quantize_nf4
 from lamella.models.layout import pack_rows
 from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 from lamella.store.reader import Store
 from tests.checkpoint.helpers import write_fused
 from tests.engine.test_families import FAMILIES, SMALL
-from tests.export.conftest import ROWS, logits_of, tune
+from tests.export.conftest import ROWS, divergence, logits_of, tune
 from tests.export.test_merge import config_of, load, weights_of
 from tests.fixtures import dense_config, moe_config, write_checkpoint
-from tests.oracle import load_reference
+from tests.oracle import load_reference, write_dequantised
 
 
 def test_b29_every_expert_changes_and_every_tensor_is_used(tuned, tmp_path):
@@ -58,6 +58,95 @@ def test_b29_an_adapter_that_does_not_fit_gives_no_copy_of_the_base(wrong, tuned
     with pytest.raises(UserError):
         merge(case.store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
     assert not (tmp_path / "out").exists()
+
+
+def mxfp4_store(folder):
+    """A tiny GPT-OSS whose experts lie in MXFP4, as its checkpoints have them."""
+    import transformers as tf
+
+    config = tf.GptOssConfig(
+        **{**SMALL, "intermediate_size": 32, "num_hidden_layers": 1}, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=8, layer_types=["full_attention"],
+    )  # fmt: skip
+    source = write_fused(folder / "checkpoint", config, dtype=torch.bfloat16)
+    pack_mxfp4(source)
+    quantize_checkpoint(source, folder / "store")
+    return Store.open(folder / "store")
+
+
+def pack_mxfp4(source):
+    """Experts [E, in, out] into `_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32]."""
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        weight = tensors.pop(name).float().transpose(1, 2).contiguous()
+        experts, out, inputs = weight.shape
+        codes, scales = quantize_mxfp4(weight)
+        tensors[f"{name}_blocks"] = codes.view(experts, out, inputs // 32, 16)
+        tensors[f"{name}_scales"] = scales.view(experts, out, inputs // 32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = config_of(source)
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    (source / "config.json").write_text(json.dumps(config))
+
+
+def test_b29_experts_of_an_mxfp4_checkpoint(tmp_path):
+    """Kept in MXFP4, [E, out, in] behind a weight of [E, in, out]."""
+    store = mxfp4_store(tmp_path)
+    experts = [r for r in store.records(0) if r.tensor_class == "experts"]
+    assert {(r.format, r.order) for r in experts} == {("mxfp4", (0, 2, 1))}
+    base = write_dequantised(store, tmp_path / "base")
+    case = tune(store, base, tmp_path / "adapter", targets=("gate_up_proj", "down_proj"))
+    merged = merge(store.path, case.adapter, tmp_path / "out", "fp32")
+    got, was = weights_of(merged.path), weights_of(base)
+    for record in experts:
+        for e in range(4):
+            assert (got[record.name][e] - was[record.name][e]).abs().max() > 0
+    assert all(torch.equal(got[n], was[n]) for n in was if n not in {r.name for r in experts})
+    assert merged.adapter_tensors == len(load_file(case.adapter / "adapter_model.safetensors")) == 4
+    assert "quantization_config" not in config_of(merged.path)
+    assert (logits_of(load_reference(merged.path)) - case.tuned).abs().max() < 1e-3
+    assert (case.tuned - case.bare).abs().max() > 0.05
+
+
+def write_fp8(folder):
+    """A dense checkpoint whose linear layers are block-scaled FP8."""
+    source = write_checkpoint(folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if "_proj" in n]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(tensors[name].float())
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = config_of(source)
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    return source
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_b75_an_fp8_base(form, tmp_path):
+    source = write_fp8(tmp_path)
+    quantize_checkpoint(source, tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    case = tune(store, write_dequantised(store, tmp_path / "base"), tmp_path / "adapter")
+    merged = merge(store.path, case.adapter, tmp_path / form, form, max_loss=1.0)
+    files, config = weights_of(merged.path), config_of(merged.path)
+    assert ("quantization_config" in config) == (form == "fp8")
+    if form == "bf16":
+        assert {t.dtype for t in files.values()} == {torch.bfloat16}
+        assert not any("scale" in name for name in files)
+        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 0.05
+    else:
+        assert files["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+        assert divergence(case.tuned, logits_of(load(merged.path))) < 0.02 * divergence(case.tuned, case.bare)
+    onto = weights_of(merge(store.path, case.adapter, tmp_path / "onto", "fp32", onto=source, max_loss=1.0).path)
+    truth = weights_of(merge(store.path, case.adapter, tmp_path / "truth", "fp32").path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    own = load_file(source / "model.safetensors")
+    original, base = dequantize_fp8(own[name], own[f"{name}_scale_inv"]), weights_of(case.base)[name]
+    assert torch.allclose(onto[name] - original, truth[name] - base, atol=1e-6)
 
 
 LAYOUTS = {
@@ -129,6 +218,13 @@ def test_b74_error_of_the_recovered_delta(size):
     assert fp8.kept == pytest.approx(1, abs=0.15)
     assert requantised.kept < (0.05 if size < 1e-3 else 0.7 if size < 5e-3 else 1.1)
     assert bf16.mean_delta == pytest.approx(size, rel=1e-5)
+
+
+def test_fp8_codes_are_read_as_torch_reads_them():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes[torch.isfinite(codes.float())].view(1, -1)
+    assert finite.numel() == 254
+    assert torch.equal(dequantize_fp8(finite, torch.ones(1, 1)), finite.float())
 
 
 def hand_made(folder, skeleton_of, settings, sites):

@@ -47,10 +47,15 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 [R, C]."""
+    """fp32 [R, C]; codes are finite.
+
+    e4m3's bits, sign kept and the rest moved into fp16's fields, are its value / 256, subnormals too: much faster than torch's
+    conversion on a CPU.
+    """
     (rows, columns), (down, across) = codes.shape, scale.shape
-    blocks = codes.float().view(down, rows // down, across, columns // across)
-    return blocks.mul_(scale[:, None, :, None]).view(rows, columns)
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    blocks = bits.view(torch.float16).float().view(down, rows // down, across, columns // across)
+    return blocks.mul_(256 * scale[:, None, :, None]).view(rows, columns)
 
 
 class Fp8Writer(PlainWriter):
