@@ -118,6 +118,29 @@ def plan_binding(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], wher
     return plans
 
 
+class SourceNames:
+    """The family's renames, for names that are not a store's (an adapter's): made once, asked for many names."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        transforms: list[Any] = get_model_conversion_mapping(skeleton.model)
+        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+
+    def find(self, source: str) -> tuple[str, int | None, int]:
+        """The parameter that a checkpoint's tensor of this name is in or a part of.
+
+        Returns:
+            parameter's name; expert (None: the name is of no single expert); which of the matrices that are put one
+            after the other it is (0: gate, 1: up).
+        """
+        key, pattern = rename_source_key(source, self._renamings, self._converters)
+        if pattern is None or "*" not in pattern:
+            return key, None, 0
+        renamed, _ = rename_source_key(source, self._renamings, [])
+        converter = _converter_for(self._converters, pattern)
+        return key, _source_number(renamed, pattern), converter.source_patterns.index(pattern)
+
+
 def _tied_names(skeleton: Skeleton, parameters: Mapping[str, Any]) -> set[str]:
     return {name for name in skeleton.model.state_dict() if name not in parameters}
 
