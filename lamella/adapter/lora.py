@@ -80,7 +80,7 @@ class SiteSpec:
         return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
 
 
-def _candidates(skeleton: Skeleton) -> list[Candidate]:
+def candidates_of(skeleton: Skeleton) -> list[Candidate]:
     """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
     found = []
     num_experts = num_routed_experts(skeleton.config.to_dict())
@@ -99,6 +99,16 @@ def _candidates(skeleton: Skeleton) -> list[Candidate]:
     return found
 
 
+def linear_names_of(skeleton: Skeleton) -> list[str]:
+    """Full names of all linear layers in the decoder layers."""
+    return [
+        f"{skeleton.prefix}.{i}.{path}"
+        for i, layer in enumerate(skeleton.layers)
+        for path, module in layer.named_modules()
+        if isinstance(module, FrozenLinear)
+    ]
+
+
 def active_experts(config: Any) -> int:
     """Experts per token of a transformers config; 1 for dense models."""
     return num_active_experts(config.to_dict())
@@ -115,7 +125,7 @@ class Adapter:
         sites: key -> SiteSpec, in model order.
         dropout: probability; rslora: whether scales are alpha / sqrt(r).
         pages: the file that holds parameters, gradients and moments; None: they are in RAM.
-        origin: what `load` read besides the tensors (empty for a new adapter).
+        origin: what `load` read besides the tensors (empty for a new adapter); layout: of the files it was read from.
         linear_names: full names of all linear layers of the model, adapted or not.
         fused_experts: whether the model has experts fused into 3-D parameters, adapted or not.
         seed: that `reset` was last given; None: the values came from elsewhere from the start.
@@ -126,6 +136,7 @@ class Adapter:
         self.dropout = dropout
         self.rslora = rslora
         self.origin: dict[str, Any] = {}
+        self.layout = "peft"
         self.linear_names: list[str] = []
         self.fused_experts = False
         self.seed: int | None = None
@@ -158,7 +169,7 @@ class Adapter:
         Raises:
             UserError: a target that matches nothing.
         """
-        candidates = _candidates(skeleton)
+        candidates = candidates_of(skeleton)
         chosen = {(c.layer, c.name()) for c in select(candidates, config.targets)}
         scale = scale_of(config.alpha, config.rank, config.rslora)
         expert_rank = rank_on_experts(config, active_experts(skeleton.config))
@@ -176,13 +187,8 @@ class Adapter:
 
     def describe(self, skeleton: Skeleton) -> None:
         """Note what of the model the adapter's files must know."""
-        self.linear_names = [
-            f"{skeleton.prefix}.{i}.{path}"
-            for i, layer in enumerate(skeleton.layers)
-            for path, module in layer.named_modules()
-            if isinstance(module, FrozenLinear)
-        ]
-        self.fused_experts = any(c.experts is not None for c in _candidates(skeleton))
+        self.linear_names = linear_names_of(skeleton)
+        self.fused_experts = any(c.experts is not None for c in candidates_of(skeleton))
 
     def reset(self, seed: int) -> None:
         """Set every A to its seeded initial values and every B to zero; in pages, each layer when it is next entered."""
@@ -299,7 +305,7 @@ class Adapter:
 
     @classmethod
     def load(cls, folder: Path, skeleton: Skeleton) -> Adapter:
-        """Read a PEFT adapter folder for this model; every key must be used. See `adapter.peft_format`."""
+        """Read an adapter folder of any known layout for this model; every key must be used. See `adapter.read`."""
         from lamella.adapter.peft_format import load_adapter
 
         return load_adapter(folder, skeleton)
@@ -326,36 +332,3 @@ def check_names(have: set[str], want: set[str], what: str) -> None:
             f"{what}: {len(have & want)} of {len(want)} names match; missing {missing[:3]}, not known {extra[:3]}",
             fix="it belongs to another model, or to other LoRA targets",
         )
-
-
-def sites_from_shapes(
-    skeleton: Skeleton,
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
-    alphas: dict[str, float],
-    rslora: bool,
-) -> list[SiteSpec]:
-    """Sites for the given key -> (A shape, B shape), checked against the model.
-
-    Raises:
-        UserError: a key that names no adaptable weight, or shapes that do not fit it.
-    """
-    known = {f"{skeleton.prefix}.{c.layer}.{c.name()}": (i, c) for i, c in enumerate(_candidates(skeleton))}
-    stray = sorted(set(shapes) - set(known))
-    if stray:
-        raise UserError(
-            f"adapter: {len(shapes) - len(stray)} of {len(shapes)} modules exist in the model; not there: {stray[:3]}; "
-            f"the model has: {sorted(known)[:3]}", fix="the adapter belongs to another model class or its names have another prefix",
-        )  # fmt: skip
-    sites = []
-    for key, (index, c) in known.items():
-        if key in shapes:
-            a_shape, b_shape = shapes[key]
-            rank = a_shape[-2]
-            scale = scale_of(alphas[key], rank, rslora)
-            site = SiteSpec(key, c.layer, c.path, c.parameter, c.inputs, c.outputs, c.experts, rank, alphas[key], scale, index,
-                            c.order)  # fmt: skip
-            if (site.a_shape, site.b_shape) != (a_shape, b_shape):
-                raise UserError(f"adapter: {key} has shapes {list(a_shape)}, {list(b_shape)}; the model needs {list(site.a_shape)}, "
-                                f"{list(site.b_shape)}", fix="the adapter belongs to a model of other sizes")  # fmt: skip
-            sites.append(site)
-    return sites

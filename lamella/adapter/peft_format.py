@@ -14,39 +14,28 @@ What PEFT's config cannot say (layout, base fingerprint, dropout on experts) sta
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lamella import __version__
-from lamella.adapter.lora import Adapter, SiteSpec, check_names, sites_from_shapes
+from lamella.adapter.config_files import CONFIG, FACTS, read_facts
+from lamella.adapter.layouts import PREFIX as _PREFIX
+from lamella.adapter.layouts import flatten_experts, unflatten_experts
+from lamella.adapter.lora import Adapter, SiteSpec, check_names
+from lamella.adapter.read import WEIGHTS, AdapterFile, check_allowed, describe
 from lamella.adapter.tensors_file import TensorsFile, write_tensors
+from lamella.console import notice
 from lamella.errors import UserError
-from lamella.models.linear import FrozenLinear
 from lamella.models.skeleton import Skeleton
 
-WEIGHTS, CONFIG, FACTS = "adapter_model.safetensors", "adapter_config.json", "lamella_adapter.json"
-_PREFIX = "base_model.model."
-
-
-def flatten_experts(a_ErI: Tensor, b_EOr: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, r, in], [E, out, r] -> PEFT's [E * r, in] (expert-major) and [out, r * E] (rank-major)."""
-    experts, rank, inputs = a_ErI.shape
-    return a_ErI.reshape(experts * rank, inputs), b_EOr.permute(1, 2, 0).reshape(b_EOr.shape[1], rank * experts)
-
-
-def unflatten_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Inverse of `flatten_experts`."""
-    rank = a.shape[0] // experts
-    return a.reshape(experts, rank, -1).contiguous(), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1).contiguous()
+__all__ = ["CONFIG", "FACTS", "WEIGHTS", "flatten_experts", "load_adapter", "load_values", "peft_config", "read_facts",
+           "save_adapter", "unflatten_experts"]  # fmt: skip
 
 
 def _flat(adapter: Adapter, site: SiteSpec, k: int) -> Tensor:
@@ -107,7 +96,17 @@ _RENAMED_BY_PEFT = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate
 linear layer of that name (dense first layers, shared experts) must be given as a parameter, `<module>.weight`."""
 
 
-def _short_targets(adapter: Adapter, left_out: set[str]) -> list[str]:
+class Pairs(Protocol):
+    """What `peft_config` needs of an adapter, in memory or in a file."""
+
+    sites: dict[str, SiteSpec]
+    linear_names: list[str]
+    fused_experts: bool
+    dropout: float
+    rslora: bool
+
+
+def _short_targets(adapter: Pairs, left_out: set[str]) -> list[str]:
     """Target modules by last name where that names exactly ours among all linear layers, else by full name."""
     ours = {s.key for s in adapter.sites.values() if s.parameter is None} - left_out
     by_last: dict[str, set[str]] = defaultdict(set)
@@ -118,19 +117,14 @@ def _short_targets(adapter: Adapter, left_out: set[str]) -> list[str]:
     return sorted(short) + sorted(rest)
 
 
-def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
-    """`adapter_config.json` for PEFT 0.18 and later."""
+def peft_config(adapter: Pairs, base: str) -> dict[str, Any]:
+    """`adapter_config.json` for PEFT 0.17 and later; which layout the tensors have is said by `peft_version`."""
     sites = list(adapter.sites.values())
     linear = [s for s in sites if s.parameter is None]
     fused = [s for s in sites if s.parameter is not None]
     main = (linear or fused)[0]
-    rank_pattern, alpha_pattern = {}, {}
-    for site in sites:
-        name = f"experts.{site.parameter}" if site.parameter is not None and site.path.endswith("experts") else site.key
-        if site.rank != main.rank:
-            rank_pattern[name] = site.rank
-        if site.alpha != main.alpha:
-            alpha_pattern[name] = site.alpha
+    rank_pattern = _pattern({s.key: s.rank for s in sites}, sites, main.rank)
+    alpha_pattern = _pattern({s.key: s.alpha for s in sites}, sites, main.alpha)
     as_parameters = {s.key for s in linear if adapter.fused_experts and s.key.rpartition(".")[2] in _RENAMED_BY_PEFT}
     parameters = sorted({f"{s.path}.{s.parameter}" for s in fused} | {f"{key}.weight" for key in as_parameters})
     return {
@@ -138,8 +132,24 @@ def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
         "r": main.rank, "lora_alpha": main.alpha, "lora_dropout": 0.0 if parameters else adapter.dropout,
         "use_rslora": adapter.rslora, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
         "target_modules": _short_targets(adapter, as_parameters), "target_parameters": parameters or None,
-        "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "modules_to_save": None, "use_dora": False,
+        "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "modules_to_save": None, "use_dora": False, "peft_version": "0.19.0",
     }  # fmt: skip
+
+
+def _pattern(values: dict[str, Any], sites: list[SiteSpec], usual: Any) -> dict[str, Any]:
+    """Values that are not the usual one, by `experts.<parameter>` where all layers have the same, else by full name."""
+    pattern = {}
+    shared: dict[str, set[Any]] = defaultdict(set)
+    for site in sites:
+        shared[_short(site)].add(values[site.key])
+    for site in sites:
+        if values[site.key] != usual:
+            pattern[_short(site) if len(shared[_short(site)]) == 1 else site.key] = values[site.key]
+    return pattern
+
+
+def _short(site: SiteSpec) -> str:
+    return f"experts.{site.parameter}" if site.parameter is not None and site.path.endswith("experts") else site.key
 
 
 def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, Any]) -> dict[str, str]:
@@ -158,163 +168,39 @@ def save_adapter(adapter: Adapter, folder: Path, *, base: str, facts: dict[str, 
     config = peft_config(adapter, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     own = {
-        "lamella_version": __version__, "expert_layout": {"lora_A": "expert-major", "lora_B": "rank-major"},
+        "lamella_version": __version__, "layout": "peft", "expert_layout": {"lora_A": "expert-major", "lora_B": "rank-major"},
         "dropout": adapter.dropout, "tensors": len(tensors), **facts,
     }  # fmt: skip
     (folder / FACTS).write_text(json.dumps(own, indent=2) + "\n")
     return {WEIGHTS: digest}
 
 
-def _read_object(file: Path, fix: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot be read: {error}", path=file, fix=fix) from error
-    if not isinstance(tree, dict):
-        raise UserError(f"must hold a JSON object, not {json.dumps(tree)[:60]}", path=file, fix=fix)
-    return tree
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What `lamella_adapter.json` says; nothing for adapters of other tools, which have none.
-
-    Raises:
-        UserError: the file cannot be read or holds no JSON object, or a dropout outside 0 to 1.
-    """
-    file, fix = folder / FACTS, "save the adapter again"
-    if not file.exists():
-        return {}
-    facts = _read_object(file, fix)
-    dropout = facts.get("dropout", 0.0)
-    if not _is_number(dropout) or not 0 <= dropout < 1:
-        raise UserError(f"dropout is {dropout!r}, not a number from 0 to 1", path=file, fix=fix)
-    return facts
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    config = _read_object(file, "give a PEFT adapter folder")
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"peft_type is {config.get('peft_type')!r}", path=file, fix="only LoRA adapters are supported")
-    for key in ("r", "lora_alpha"):
-        if not _is_number(config.get(key)) or config[key] <= 0:
-            raise UserError(f"{key} is {config.get(key)!r}", path=file, fix=f"{key} must be a positive number")
-    _check_alphas(config.get("alpha_pattern"), file)
-    dropout = config.get("lora_dropout") or 0.0
-    if not _is_number(dropout) or not 0 <= dropout < 1:
-        raise UserError(f"lora_dropout is {dropout!r}", path=file, fix="lora_dropout must be a number from 0 to 1")
-    for key in ("use_dora", "modules_to_save", "lora_bias"):
-        if config.get(key):
-            raise UserError(f"{key} is set, which is not supported", path=file, fix="use a plain LoRA adapter")
-    return config
-
-
-def _check_alphas(patterns: Any, file: Path) -> None:
-    fix = "alpha_pattern must be an object of names (or regular expressions) and positive numbers"
-    if patterns is not None and not isinstance(patterns, dict):
-        raise UserError(f"alpha_pattern is {patterns!r}", path=file, fix=fix)
-    for pattern, value in (patterns or {}).items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(f"alpha_pattern {pattern!r}: {error}", path=file, fix=fix) from error
-        if not _is_number(value) or value <= 0:
-            raise UserError(f"alpha_pattern {pattern!r} is {value!r}", path=file, fix=fix)
-
-
-def _pattern_value(patterns: dict[str, Any], key: str, default: float) -> float:
-    """PEFT's rule: a pattern matches the end of a name, or is a regular expression for it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", key):
-            return float(value)
-    return default
-
-
-def load_adapter(folder: Path, skeleton: Skeleton, values: bool = True) -> Adapter:
-    """Read a PEFT folder into an `Adapter` for this model.
+def load_adapter(
+    folder: Path, skeleton: Skeleton, values: bool = True, *, layout: str | None = None, allowed: Sequence[str] = ()
+) -> Adapter:
+    """Read an adapter folder of any known layout into an `Adapter` for this model; says which when it is not ours.
 
     Args:
         values: False leaves the parameters on `meta`: sites and settings only.
+        layout: one of `layouts.LAYOUTS`, for files that do not tell it.
+        allowed: modules that may have pairs, by last name; empty: all.
 
     Raises:
         UserError: unreadable files, tensors that are not LoRA pairs, names or shapes that do not fit the model.
     """
-    config, facts = _read_config(folder), read_facts(folder)
-    try:
-        tensors = load_file(folder / WEIGHTS) if values else _shapes_only(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"cannot be read: {error}", path=folder / WEIGHTS, fix="the adapter is incomplete; save it again"
-        ) from error
-    pairs: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", name)
-        if match is None:
-            raise UserError(
-                f"{name} is not a LoRA weight", path=folder / WEIGHTS, fix="merge such tensors into the base first"
-            )
-        pairs[match[1]][match[2]] = tensor.float()
-    half = [name for name, pair in pairs.items() if len(pair) != 2]
-    if half:
-        raise UserError(
-            f"{half[0]} has only lora_{next(iter(pairs[half[0]]))}", path=folder / WEIGHTS, fix="save the adapter again"
-        )
-    keyed = _resolve_wrappers(pairs, skeleton)
-    rslora = bool(config.get("use_rslora"))
-    alphas = {key: _pattern_value(config.get("alpha_pattern", {}), key, float(config["lora_alpha"])) for key in keyed}
-    shapes = {key: (tuple(a.shape), tuple(b.shape)) for key, (a, b) in keyed.items()}
-    sites = sites_from_shapes(skeleton, shapes, alphas, rslora)
+    file = AdapterFile(folder, skeleton, layout)
+    if allowed:
+        check_allowed(file.sites.values(), allowed)
+    if (values and file.layout.name != "peft") or file.notes:
+        for line in (describe(file), *file.notes):
+            notice(line)
     with torch.device("cpu" if values else "meta"):
-        adapter = Adapter(sites, float(facts.get("dropout", config.get("lora_dropout") or 0.0)), rslora)
-    adapter.origin = facts
+        adapter = Adapter(list(file.sites.values()), file.dropout, file.rslora)
+    adapter.origin, adapter.layout = file.facts, file.layout.name
     adapter.describe(skeleton)
-    if not values:
-        return adapter
-    adapter.load_state({f"{key}.lora_{x}": t for key, pair in keyed.items() for x, t in zip("AB", pair, strict=True)})
+    if values:
+        with torch.no_grad():
+            for key in adapter.sites:
+                for master, value in zip(adapter.pair(key), file.pair(key), strict=True):
+                    master.copy_(value)
     return adapter
-
-
-def _shapes_only(file: Path) -> dict[str, Tensor]:
-    return {name: torch.empty(info.shape, device="meta") for name, info in TensorsFile(file).infos.items()}
-
-
-def _resolve_wrappers(pairs: dict[str, dict[str, Tensor]], skeleton: Skeleton) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name the expert parameter behind each (nested) wrapper and unflatten its pair."""
-    depths: dict[str, list[int]] = defaultdict(list)
-    for name in pairs:
-        depths[name.replace(".base_layer", "")].append(name.count(".base_layer"))
-    modules = {
-        f"{skeleton.prefix}.{i}.{path}": module
-        for i, layer in enumerate(skeleton.layers)
-        for path, module in layer.named_modules()
-    }
-    keyed = {}
-    for name, pair in pairs.items():
-        base = name.replace(".base_layer", "")
-        module = modules.get(base)
-        if module is None or isinstance(module, FrozenLinear):
-            keyed[base] = (pair["A"], pair["B"])
-            continue
-        parameters = [(n, p) for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
-        fits = [(n, p) for n, p in parameters if _fits(p.shape, bool(module.is_transposed), pair)]
-        if len(depths[base]) == len(parameters):  # all wrapped: order says which is which
-            fits = [parameters[len(parameters) - 1 - name.count(".base_layer")]]
-        if len(fits) != 1:
-            raise UserError(
-                f"{name}: cannot tell which expert parameter it adapts",
-                fix="export the adapter with PEFT 0.18 or later",
-            )
-        key = f"{base}.{fits[0][0]}"
-        if key in keyed:
-            raise UserError(f"{name}: {key} has two pairs", fix="save the adapter again")
-        keyed[key] = unflatten_experts(pair["A"], pair["B"], fits[0][1].shape[0])
-    return keyed
-
-
-def _fits(shape: Any, transposed: bool, pair: dict[str, Tensor]) -> bool:
-    inputs, outputs = (shape[1], shape[2]) if transposed else (shape[2], shape[1])
-    return pair["A"].shape[1] == inputs and pair["B"].shape[0] == outputs and pair["A"].shape[0] % shape[0] == 0
