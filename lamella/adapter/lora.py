@@ -131,7 +131,7 @@ class Adapter:
         sites: key -> SiteSpec, in model order.
         dropout: probability; rslora: whether scales are alpha / sqrt(r).
         pages: the file that holds parameters, gradients and moments; None: they are in RAM.
-        origin: what `load` read besides the tensors (empty for a new adapter).
+        origin: what `load` read besides the tensors (empty for a new adapter); layout: of the files it was read from.
         linear_names: full names of all linear layers of the model, adapted or not.
         fused_experts: whether the model has experts fused into 3-D parameters, adapted or not.
         seed: that `reset` was last given; None: the values came from elsewhere from the start.
@@ -142,6 +142,7 @@ class Adapter:
         self.dropout = dropout
         self.rslora = rslora
         self.origin: dict[str, Any] = {}
+        self.layout = "peft"
         self.linear_names: list[str] = []
         self.fused_experts = False
         self.seed: int | None = None
@@ -310,7 +311,7 @@ class Adapter:
 
     @classmethod
     def load(cls, folder: Path, skeleton: Skeleton) -> Adapter:
-        """Read a PEFT adapter folder for this model; every key must be used. See `adapter.peft_format`."""
+        """Read an adapter folder of any known layout for this model; every key must be used. See `adapter.read`."""
         from lamella.adapter.peft_format import load_adapter
 
         return load_adapter(folder, skeleton)

@@ -196,7 +196,7 @@ def load_adapter(
             notice(line)
     with torch.device("cpu" if values else "meta"):
         adapter = Adapter(list(file.sites.values()), file.dropout, file.rslora)
-    adapter.origin = file.facts
+    adapter.origin, adapter.layout = file.facts, file.layout.name
     adapter.describe(skeleton)
     if values:
         with torch.no_grad():

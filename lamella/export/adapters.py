@@ -151,7 +151,7 @@ def write_layout(
     """
     plan = _fit(layout, file, places)
     tensors = _write_weights(layout, file, places, plan, folder / layout.weights, base)
-    _write_configs(layout, file, plan, folder, base)
+    _write_configs(layout, file, places, plan, folder, base)
     return plan.rank, tensors, plan.notes
 
 
@@ -285,13 +285,15 @@ def _make(pair: Callable[[str], tuple[Tensor, Tensor, bool]], key: str, entry: E
     return entry[1](a, b)
 
 
-def _write_configs(layout: Layout, file: AdapterFile, plan: _Plan, folder: Path, base: Base) -> None:
+def _write_configs(
+    layout: Layout, file: AdapterFile, places: dict[str, Place], plan: _Plan, folder: Path, base: Base
+) -> None:
     if layout.name == "mlx":
-        config = _mlx_config(file, plan, base)
+        config = _mlx_config(file, places, plan, base)
     elif layout.patterns:
         config = _peft_config(layout, file, base)
     else:
-        config = _server_config(layout, file, plan, base)
+        config = _server_config(layout, file, places, plan, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kept = {
         k: v
@@ -322,17 +324,15 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _server_config(layout: Layout, file: AdapterFile, plan: _Plan, base: Base) -> dict[str, Any]:
-    places = file.places
-    targets = {
-        leaf
-        for key in [*file.sites, *(place.key for place in plan.added)]
-        for leaf in (
-            places[key].generic if places[key].parameter is not None else (places[key].path.rpartition(".")[2],)
-        )
-    }
-    if layout.experts == "fused":  # 3-D: the parameters' own names
-        targets |= {str(places[key].parameter) for key in file.sites if places[key].parameter is not None}
+def _server_config(
+    layout: Layout, file: AdapterFile, places: dict[str, Place], plan: _Plan, base: Base
+) -> dict[str, Any]:
+    targets: set[str] = set()
+    for place in [*(places[key] for key in file.sites), *plan.added]:
+        if place.parameter is None:
+            targets.add(place.source.rpartition(".")[2])
+        else:
+            targets |= {*place.leaves, *place.generic} | ({place.parameter} if layout.experts == "fused" else set())
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": travel.base_name(base), "inference_mode": True,
         "r": plan.rank, "lora_alpha": _number(plan.alpha), "lora_dropout": 0.0, "use_rslora": False, "bias": "none",
@@ -340,16 +340,12 @@ def _server_config(layout: Layout, file: AdapterFile, plan: _Plan, base: Base) -
     }  # fmt: skip
 
 
-def _mlx_config(file: AdapterFile, plan: _Plan, base: Base) -> dict[str, Any]:
-    config = base.skeleton.config
-    keys = set()
-    for key in file.sites:
-        place = file.places[key]
-        if place.parameter is None:
-            keys.add(place.path)
-            continue
-        around = switch_name(replace(place, source=place.path), str(config.model_type))
-        keys |= {f"{around}.{leaf}" for leaf in place.generic}
+def _mlx_config(file: AdapterFile, places: dict[str, Place], plan: _Plan, base: Base) -> dict[str, Any]:
+    keys: set[str] = set()
+    for place in (places[key] for key in file.sites):
+        source = place.source if place.parameter is None else switch_name(place, str(base.skeleton.config.model_type))
+        _, _, inside = source.partition(f".{place.layer}.")
+        keys |= {inside} if place.parameter is None else {f"{inside}.{leaf}" for leaf in place.generic}
     return {
         "model": travel.base_name(base), "fine_tune_type": "lora", "num_layers": len(base.skeleton.layers),
         "lora_parameters": {"rank": plan.rank, "scale": plan.scale, "dropout": 0.0, "keys": sorted(keys)},

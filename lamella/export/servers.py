@@ -22,14 +22,14 @@ def base_name(base: Base) -> str:
 def server_notes(layout: Layout, sites: Iterable[SiteSpec], rank: int, base: Base, out: Path) -> list[str]:
     """Commands and warnings for people; empty where there is nothing to say."""
     experts = any(site.experts is not None for site in sites)
-    model = base_name(base)
+    model, here = base_name(base), f"./{out.name}"
     if layout.name in ("vllm", "vllm-3d"):
-        return _vllm(layout, experts, rank, model, out)
+        return _vllm(layout, experts, rank, model, out.name)
     if layout.name == "sglang":
         return [f"start: python -m sglang.launch_server --model-path {model} --enable-lora --max-lora-rank {rank} "
-                f"--lora-paths {out.name}={out}"]  # fmt: skip
+                f"--lora-paths {out.name}={here}"]  # fmt: skip
     if layout.name == "mlx":
-        return [f"start: mlx_lm.generate --model {model} --adapter-path {out} --prompt ..."]
+        return [f"start: mlx_lm.generate --model {model} --adapter-path {here} --prompt ..."]
     if layout.name == "peft-0.18":
         return ["load: PeftModel.from_pretrained(model, FOLDER) of PEFT 0.17 or 0.18 alone; 0.19 and later read `peft`"]
     if layout.name == "unsloth":
@@ -39,9 +39,9 @@ def server_notes(layout: Layout, sites: Iterable[SiteSpec], rank: int, base: Bas
     return ["load: PeftModel.from_pretrained(model, FOLDER) of PEFT 0.19 or later"]
 
 
-def _vllm(layout: Layout, experts: bool, rank: int, model: str, out: Path) -> list[str]:
+def _vllm(layout: Layout, experts: bool, rank: int, model: str, name: str) -> list[str]:
     most = next((r for r in VLLM_RANKS if r >= rank), None)
-    module: dict[str, object] = {"name": out.name, "path": str(out), "base_model_name": model}
+    module: dict[str, object] = {"name": name, "path": f"./{name}", "base_model_name": model}
     flags = f"vllm serve {model} --enable-lora --max-lora-rank {most or rank}"
     if experts:
         module["is_3d_lora_weight"] = layout.name == "vllm-3d"

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from lamella.adapter import Adapter, SiteSpec
+from lamella.adapter.layouts import LAYOUTS
 from lamella.adapter.lora import active_experts
 from lamella.adapter.pages import STATE_BYTES
 from lamella.adapter.peft_format import load_adapter, load_values
@@ -29,6 +30,7 @@ from lamella.engine import Engine
 from lamella.engine.memory import shape_of
 from lamella.engine.weights import is_streamed
 from lamella.errors import UserError
+from lamella.files import file_checksum
 from lamella.models.layout import PackedBatch
 from lamella.models.skeleton import Skeleton, load_config
 from lamella.ranks.group import Ranks
@@ -240,18 +242,38 @@ def _open_adapter(config: RunConfig, skeleton: Skeleton, ranks: Ranks) -> Adapte
             fix="set lora.targets to the adapter's own",
             path=config.init_adapter,
         )
+    uneven = len({site.rank for site in given.sites.values() if site.experts is not None}) > 1
     for key, site in adapter.sites.items():
         theirs = given.sites[key]
-        if (site.rank, site.scale) != (theirs.rank, theirs.scale):
+        fits = theirs.rank == site.rank or (uneven and site.experts is not None and theirs.rank < site.rank)
+        if not fits or not math.isclose(site.scale, theirs.scale, rel_tol=1e-9):
             raise UserError(
                 f"{key}: init_adapter has rank {theirs.rank} and scale {theirs.scale:g}, "
                 f"lora asks for rank {site.rank} and scale {site.scale:g}",
-                fix="set lora.rank, lora.alpha, lora.rslora and lora.expert_rank to the adapter's own",
+                fix="set lora.rank, lora.alpha, lora.rslora and lora.expert_rank to the adapter's own (experts of several "
+                "ranks: the largest)",
                 path=config.init_adapter,
             )
-    adapter.load_state(given.state())
-    adapter.origin = given.origin  # `Engine.attach` compares the base
+    _take_values(adapter, given)
+    adapter.origin, adapter.layout = given.origin, given.layout  # `Engine.attach` compares the base
     return adapter
+
+
+def _take_values(adapter: Adapter, given: Adapter) -> None:
+    """Values of `given`; ranks beyond its own keep their fresh A, and a B of zero: the same model to begin with."""
+    with torch.no_grad():
+        for key, site in given.sites.items():
+            (a, b), (theirs_a, theirs_b) = adapter.pair(key), given.pair(key)
+            a[..., : site.rank, :].copy_(theirs_a)
+            b[..., : site.rank].copy_(theirs_b)
+
+
+def _started_from(config: RunConfig, adapter: Adapter) -> dict[str, str] | None:
+    """Identity of `init_adapter`, for the receipt."""
+    if config.init_adapter is None:
+        return None
+    weights = next(path for layout in LAYOUTS.values() if (path := config.init_adapter / layout.weights).is_file())
+    return {"path": str(config.init_adapter), "layout": adapter.layout, "xxh3_128": file_checksum(weights)}
 
 
 def expected_parameters(config: RunConfig, model_config: Any, sites: list[SiteSpec]) -> dict[str, tuple[int, str]]:
@@ -476,5 +498,6 @@ def assemble_parts(config: RunConfig, ranks: Ranks, _fresh_start: bool) -> Parts
         pages=adapter.pages,
         redraw=adapter if config.init_adapter is None else None,
         spread=spreads if ranks.world > 1 else None,
+        started_from=_started_from(config, adapter),
         forecast=lambda machine: plan_for_run(config, rows.dataset.rows, engine, ranks.world, machine),
     )

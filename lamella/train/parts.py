@@ -162,6 +162,7 @@ class Parts:
         pages: where the adapter's state is, if not in RAM.
         redraw: makes the initial values of a fresh adapter again; None: they are known from its parameters alone.
         spread: divides steps among several ranks, from a checkpoint's `split` or anew; None: rows evenly.
+        started_from: path, layout and checksum of the adapter whose values the run began with.
         forecast: what the run should take, given the file of a measured machine or None; None: nothing can be said.
     """
 
@@ -178,6 +179,7 @@ class Parts:
     pages: StatePages | None = None
     redraw: Redraw | None = None
     spread: Callable[[dict[str, Any] | None], Spread] | None = None
+    started_from: dict[str, str] | None = None
     forecast: Callable[[Path | None], PlanFile | None] | None = None
 
 

@@ -190,6 +190,7 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
             asked_of_optimizer(facts.config, facts.optimizer, parts.data.steps), optimizer_in_effect(facts.optimizer)
         ),
         "base": {"path": str(parts.base.path), "fingerprint": parts.base.fingerprint, "tensors": parts.base.tensors},
+        "started_from": parts.started_from,
         "trainable": trainable_table(parts),
         "moved": moved_table(parts, facts.start, state),
         "start": state.start,
@@ -254,6 +255,7 @@ def prove(facts: Facts, folder: RunFolder) -> None:
     facts.proof["adapter"] = {
         "path": str(folder.path / WEIGHTS),
         "bytes": (saved / WEIGHTS).stat().st_size,
+        "tensors": len(TensorsFile(saved / WEIGHTS)),
         "xxh3_128": file_checksum(saved / WEIGHTS),
         "read_back_equal": True,
         "finite": True,
