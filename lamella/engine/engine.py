@@ -376,6 +376,7 @@ class Engine:
             "kernels": cuda_backend() if cuda else backend(), "attention": attention.NAME,
             "attention_paths": sorted(attention.PATHS_USED), "experts": experts.NAME, "base_dropout": 0.0,
             "loss": "positions" if self.walk.head_weight is None else "vocabulary",
+            "mixers": self.skeleton.mixer_facts(),
             "layers_pinned": len(residency.pinned), "boundary_bytes_spilled": self.walk.boundaries.spilled_bytes,
             "fused": {**self.skeleton.fused_facts(), "head": self.walk.head_is_plain},
             "layers_resident": len(residency.resident), "layers_streamed": len(residency.streamed),

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from lamella.checkpoint.keys import Keys
 from lamella.checkpoint.kinds import CHUNKED, LINEAR, SLIDING
-from lamella.forecast.shape import Core, CoreKind, Matrix
+from lamella.forecast.shape import Core, CoreKind, LayerShape, Matrix
 
 _LINEAR_PARTS = ("linear_attn", "mamba", "output_gate", "mixer", "ssm", "conv")
+_RECURRENT = (*_LINEAR_PARTS, "temporal_block.linear", "forget_gate")
+
+
+def mixes_otherwise(layer: LayerShape) -> bool:
+    """Whether a layer has a token mixer that is not attention, beside one or in its place."""
+    linear = layer.core is not None and layer.core.kind == "linear"
+    return linear or any(part in m.name for m in layer.matrices for part in _RECURRENT)
 
 
 def core_of(k: Keys, kind: str, matrices: Sequence[Matrix]) -> Core | None:

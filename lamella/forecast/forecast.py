@@ -9,6 +9,7 @@ from typing import Any
 
 from lamella.config import DeviceConfig
 from lamella.errors import UserError
+from lamella.forecast.cores import mixes_otherwise
 from lamella.forecast.outcome import Change, Forecast, RankForecast, Rejected
 from lamella.forecast.places import RankPlace
 from lamella.forecast.question import Question
@@ -152,8 +153,14 @@ def _notes(q: Question, forecaster: Forecaster, best: Variant) -> list[str]:
     for place, dtype in zip(forecaster.places, forecaster.dtypes, strict=True):
         if dtype == "fp32" and place.facts.dtype == "fp16":
             notes.append(f"{place.facts.name} has no bf16: it trains in fp32, at 1/8 of its fp16 rate")
-    if any(choice.plan.estimate for choice in best.held):
-        notes.append("memory of this family's layers is bounded from above, not known exactly")
+    layers = q.shape.layers
+    mixing = sum(map(mixes_otherwise, layers))
+    if mixing:
+        notes.append(f"{mixing} of {len(layers)} layers mix tokens by other means than attention: time is counted as attention's, and "
+                     "what their recurrence keeps is not in the memory; a run's memory.budget is checked on a measured layer")  # fmt: skip
+    if any(choice.plan.estimate for choice in best.held) and mixing < len(layers):
+        notes.append("memory of this family's other layers is bounded from above, not known exactly" if mixing else
+                     "memory of this family's layers is bounded from above, not known exactly")  # fmt: skip
     if q.calibration is not None:
         for place, dtype, rank in zip(forecaster.places, forecaster.dtypes, best.ranks, strict=True):
             notes += q.calibration.lines(identity_of(place, dtype, rank.keeps))

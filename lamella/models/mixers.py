@@ -105,7 +105,7 @@ def _weights_by_name(own: nn.Module) -> Iterator[None]:
                 return module, name, x.shape, x.stride(), offset
         if Kept.watch is not None:
             Kept.watch(x)
-        return x
+        return x.detach()  # itself would hold the graph that holds it
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
@@ -217,7 +217,7 @@ def mark_bypassed(layer: nn.Module, hidden_size: int) -> None:
         if calls_interface(module) or not linears:
             continue
         called: set[int] = set()
-        handles = [m.register_forward_hook(lambda m, *_: called.add(id(m))) for m in linears]
+        handles = [m.register_forward_hook(lambda m, *_, to=called: to.add(id(m))) for m in linears]
         try:
             _run_on_meta(module, hidden_size)
         except FAILS:

@@ -73,9 +73,7 @@ class Rows:
             members = sorted(members)
             unit = multiple // gcd(multiple, len(members))
             length = -(-max(len(rows[r]) for r in members) // unit) * unit
-            index_nL = torch.stack(
-                [torch.cat([rows[r], rows[r][-1:].expand(length - len(rows[r]))]) for r in members]
-            )
+            index_nL = torch.stack([torch.cat([rows[r], rows[r][-1:].expand(length - len(rows[r]))]) for r in members])
             for at, r in enumerate(members):
                 place = offset + at * length + torch.arange(len(rows[r]))
                 real.append(place)

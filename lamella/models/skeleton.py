@@ -10,6 +10,7 @@ hidden states: final norms, tied heads and soft caps come along by themselves.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,10 @@ class Skeleton:
         """Fused modules by kind, classes left alone with the reason, and calls that went to the family's own."""
         return self.fused.facts([self.model, *self.layers])
 
+    def mixer_facts(self) -> dict[str, int]:
+        """Token mixers other than attention that run on padded rows (in generation again for every token), by class."""
+        return dict(Counter(type(m.own).__name__ for mixing in self.mixing for m in mixing.mixers))
+
     def _find_layers(self) -> tuple[str, nn.ModuleList]:
         count = self.config.num_hidden_layers
         for name, module in self.model.named_modules():
@@ -198,7 +203,10 @@ class Skeleton:
                 buffer = cast(Tensor, module._buffers[name])
                 module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype) if (
                     buffer.is_floating_point()) else torch.zeros(buffer.shape, dtype=buffer.dtype)  # fmt: skip
-        for module in (*(module for module, _ in made), self.model.base_model):  # some families' models fill their layers'
+        for module in (
+            *(module for module, _ in made),
+            self.model.base_model,
+        ):  # some families' models fill their layers'
             self.model._init_weights(module)
         for module, names in made:
             bad = [n for n in names if not torch.isfinite(cast(Tensor, module._buffers[n])).all()]

@@ -69,6 +69,18 @@ def test_b41_classes_in_layers(rest, shape, expected):
     assert classify_in_layer(rest, shape, num_experts=8) == expected
 
 
+def test_what_mixers_hold_beside_matrices_stays_as_it_is():
+    shapes = {
+        "linear_attn.A_log": (8,), "linear_attn.dt_bias": (8,), "linear_attn.conv1d.weight": (64, 1, 4), "mamba.A_log": (128, 8),
+        "self_attn.slope_rate": (8, 1, 1), "self_attn.key_decay": (8, 16, 1), "self_attn.diagonal_decay": (1, 8, 16, 16),
+        "conv.conv.weight": (64, 1, 3), "temporal_block.rg_lru.recurrent_param": (64,),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        assert classify_in_layer(name, shape, num_experts=8) in ("other", "bias"), name
+    assert classify_in_layer("conv.in_proj.weight", (192, 64), num_experts=8) == "mlp"
+    assert classify_in_layer("mixer.gate.weight", (8, 64), num_experts=8) == "router"  # Nemotron-H
+
+
 def test_gate_of_a_dense_model_is_a_linear_weight():
     assert classify_in_layer("mlp.gate.weight", (128, 64), num_experts=None) == "mlp"
     assert classify_in_layer("mlp.router.weight", (8, 64), num_experts=None) == "router"

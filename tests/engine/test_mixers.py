@@ -1,5 +1,8 @@
 """Families whose layers mix tokens by other means than attention: each sequence and each branch of a tree is on its own."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import transformers as tf
@@ -22,9 +25,7 @@ LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=8, qk_nop
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
-MAMBA = dict(
-    mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=16, mamba_expand=2
-)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=16, mamba_expand=2)
 BOTH = dict(layer_types=["linear_attention", "full_attention"])
 
 MIXERS = {
@@ -76,6 +77,9 @@ MIXERS = {
 }  # fmt: skip
 """Family -> a small config with a layer of each kind."""
 
+ALIKE = {"qwen3_5_moe", "bailing_hybrid", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2_moe"}
+"""Their mixers are as another family's here."""
+
 ROWS = random_rows((5, 71, 9, 12))  # one longer than a delta net's chunk of 64
 LABELS = sum(sum(mask) for _, mask in ROWS)
 
@@ -91,7 +95,7 @@ def worst_error(found, wanted):
     return max((relative_error(found[n], wanted[n]), n) for n in wanted)
 
 
-@pytest.mark.parametrize("family", MIXERS)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) if f in ALIKE else f for f in MIXERS])
 def test_loss_and_every_gradient(family, made, tmp_path):
     store, base = made(MIXERS[family]())
     engine = Engine.open(store, dtype="fp32")
@@ -229,6 +233,31 @@ def test_memory_is_probed_and_a_step_fits(made):
     assert plan is not None
     assert plan.beyond_program_bytes < 1 << 30
     assert gradients(engine, [pack_rows(ROWS)])[0].label_tokens == LABELS
+
+
+def test_what_autograd_keeps_in_a_mixer_counts_and_goes(made):
+    store, _ = made(MIXERS["jamba"]())
+    engine = Engine.open(store, dtype="fp32", recompute="never")
+    trained_adapter(engine)
+    walk, own = engine.walk, engine.skeleton.mixing[0].mixers[0].own
+    item = walk.enter(pack_rows(ROWS), None)
+    walk.weights.bind(0)
+    walk.hang(0, grad=True)
+    walk.measure_saved(item, 0)
+    states = 2 * 128 * 8 * 4  # the scan's decay and input for each of 128 channels' 8 states, fp32
+    assert walk.saved_bytes_per_token > states
+    gone = []
+    handle = own.out_proj.register_forward_pre_hook(lambda m, given: gone.append(weakref.ref(given[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        walk._run(item, 0, item.hidden.detach().requires_grad_())
+        walk._captured.clear()
+    finally:
+        gc.enable()
+        handle.remove()
+    assert gone
+    assert all(ref() is None for ref in gone), "a graph holds itself"
 
 
 class Alone:

@@ -58,6 +58,7 @@ def test_every_figure_of_a_forecast_is_there_and_adds_up(shape, name, machine):
             found.played.step_s, rel=0.02, abs=1e-3
         )
     assert found.fits == (not found.shortfall)
+    assert any("36 of 48 layers mix tokens by other means" in n for n in found.notes) == (name == "Qwen3-Next-80B-A3B")
     assert found.run_s == pytest.approx(found.start_s + found.steps * found.step_s)
     assert found.tokens_per_s * found.step_s == pytest.approx(found.step_tokens)
     assert sum(part.seconds for part in found.played.bottleneck) == pytest.approx(found.played.step_s)
