@@ -37,6 +37,7 @@ from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
 from lamella.models.divided import Division
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
+from lamella.models.mixers import KEPT
 from lamella.models.pieces import Cut
 from lamella.models.skeleton import LayerCall, PlainHead, Skeleton
 
@@ -257,7 +258,7 @@ class Walk:
             out = self.skeleton.run_layer(layer, hidden, item.calls[layer])
         DropoutClock.row_keys_T = None
         attended = layout.calls - calls
-        if layout.mixed - mixed != mixers or attended > 1 or not (attended or self.skeleton.mixing[layer].tested):
+        if layout.mixed - mixed != mixers or attended > max(self.skeleton.mixing[layer].attentions, 1) or not (attended or self.skeleton.mixing[layer].tested):
             raise AttentionRefused(
                 f"layer {layer} ({type(self.skeleton.layers[layer]).__name__}) goes {attended} times through the attention "
                 f"interface and {layout.mixed - mixed} times through its {mixers} other mixers, not once through each",
@@ -477,8 +478,12 @@ class Walk:
             return t
 
         hidden = item.hidden.detach().requires_grad_()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            self._run(item, layer, hidden)
+        KEPT.append(pack)
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                self._run(item, layer, hidden)
+        finally:
+            KEPT.remove(pack)
         self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
 
     def forward_one(self, item: Item, i: int, trains: bool, keep: bool) -> Tensor | None:

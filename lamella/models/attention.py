@@ -365,15 +365,14 @@ class KVCache:
     """Keys and values of `rows` sequences in every layer, written where each new token stands.
 
     Args:
-        layers: number of decoder layers.
         rows: sequences generated together.
         capacity: longest sequence, prompt and answer, in tokens.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+    def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
+        self.keys: dict[int, Tensor] = {}  # by attention's `layer_idx`: some layers have two
+        self.values: dict[int, Tensor] = {}
         self.inputs: dict[int, list[Tensor]] = {}  # of other mixers than attention
         self.row_T: Tensor = torch.zeros(0, dtype=torch.int64)
         self.position_T: Tensor = torch.zeros(0, dtype=torch.int64)
@@ -384,12 +383,12 @@ class KVCache:
         self.row_T, self.position_T, self.decoding = row_T, position_T, decoding
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        if self.keys[layer] is None:
+        if layer not in self.keys:
             shape = (self.rows, self.capacity, key.shape[1])
             self.keys[layer] = key.new_zeros(*shape, key.shape[3])
             self.values[layer] = value.new_zeros(*shape, value.shape[3])
-        self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)  # type: ignore[index]
-        self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)  # type: ignore[index]
+        self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)
+        self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)
 
     def attend(
         self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None,
@@ -397,8 +396,6 @@ class KVCache:
     ) -> Tensor:  # fmt: skip
         """One new token per row, [1, H, B, D] -> [1, B, H, D]."""
         keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None
-        assert values is not None
         length = int(self.position_T.max()) + 1
         k = keys[self.row_T, :length].transpose(1, 2)
         v = values[self.row_T, :length].transpose(1, 2)

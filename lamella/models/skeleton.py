@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lamella.checkpoint.facts import num_routed_experts
 from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm
 from lamella.models.linear import FrozenConv1D, FrozenLinear
 from lamella.models.mixers import FAILS, mark_bypassed, stand_in
 from lamella.models.prove import Report, fuse
+from lamella.models.readers import stand_in_readers
 
 
 @dataclass
@@ -157,6 +159,8 @@ class Skeleton:
         setattr(self.model.get_submodule(parent), last, nn.ModuleList(self.stubs))
         self.materialize_buffers()
         self.mixing = [stand_in(layer) for layer in self.layers]
+        for layer in self.layers:
+            stand_in_readers(layer, num_routed_experts(config.to_dict()))
         self.fused = Report()
 
     def fuse(self) -> None:
@@ -235,8 +239,9 @@ class Skeleton:
     @property
     def decoder(self) -> nn.Module:
         """The model without its head."""
-        base = self.model.base_model
-        return cast(nn.Module, self.model.get_decoder()) if base is self.model else base
+        if self.model.base_model is not self.model:
+            return cast(nn.Module, self.model.base_model)
+        return next(m for m in self.model.children() if isinstance(m, PreTrainedModel))  # its prefix is another one's
 
     def _base(self, input_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
         out = self.decoder(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
