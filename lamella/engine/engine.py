@@ -333,7 +333,7 @@ class Engine:
         rows = len(prompts)
         if rows == 0:
             return []
-        cache = KVCache(len(self.skeleton.layers), rows, max(len(p) for p in prompts) + max_new_tokens)
+        cache = KVCache(rows, max(len(p) for p in prompts) + max_new_tokens)
         device = self.walk.weights.device
         batch = pack_rows([(list(p), []) for p in prompts])
         row_T = torch.repeat_interleave(torch.arange(rows), batch.starts[1:] - batch.starts[:-1])

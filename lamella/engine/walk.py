@@ -92,7 +92,7 @@ def run_layer(skeleton: Skeleton, layout: AttentionLayout, layer: int, hidden: T
     with layout.use():
         out = skeleton.run_layer(layer, hidden, call)
     attended = layout.calls - calls
-    if layout.mixed - mixed != mixers or attended > 1 or not (attended or mixing.tested):
+    if layout.mixed - mixed != mixers or attended > max(mixing.attentions, 1) or not (attended or mixing.tested):
         raise AttentionRefused(
             f"layer {layer} ({type(skeleton.layers[layer]).__name__}) goes {attended} times through the attention "
             f"interface and {layout.mixed - mixed} times through its {mixers} other mixers, not once through each",
@@ -489,9 +489,11 @@ class Walk:
 
         hidden = item.hidden.detach().requires_grad_()
         Kept.watch = pack
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            self._run(item, layer, hidden)
-        Kept.watch = None
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                self._run(item, layer, hidden)
+        finally:
+            Kept.watch = None
         self.saved_bytes_per_token = (sum(seen.values()) + hidden.nbytes) / max(item.batch.tokens, 1)
 
     def forward_one(self, item: Item, i: int, trains: bool, keep: bool) -> Tensor | None:

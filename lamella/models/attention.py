@@ -15,6 +15,7 @@ Shape suffixes: T tokens, H heads, K kv heads, D head size, n sequences of a gro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from lamella.errors import UserError
 from lamella.kernels import attention as kernels
@@ -53,23 +54,27 @@ class Group:
     first: int
     mask_until: Tensor | None = None
     positions: Tensor | None = None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor | None:
+    def mask(self, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Boolean [L, L] mask (True: visible), or None where plain causal attention is right."""
         if window is not None and window >= self.length:
             window = None
-        if self.mask_until is None and window is None:
+        if chunk is not None and chunk >= self.length:
+            chunk = None
+        if self.mask_until is None and window is None and chunk is None:
             return None
-        if window not in self.masks:
+        if (window, chunk) not in self.masks:
             index_L = torch.arange(self.length, device=None if self.mask_until is None else self.mask_until.device)
             until_L = self.mask_until if self.mask_until is not None else torch.full_like(index_L, self.length)
             position_L = self.positions if self.positions is not None else index_L
             seen = (index_L[:, None] >= index_L[None, :]) & (index_L[:, None] < until_L[None, :])
             if window is not None:
                 seen &= position_L[:, None] - position_L[None, :] < window
-            self.masks[window] = seen
-        return self.masks[window]
+            if chunk is not None:
+                seen &= position_L[:, None] // chunk == position_L[None, :] // chunk
+            self.masks[window, chunk] = seen
+        return self.masks[window, chunk]
 
 
 class AttentionLayout:
@@ -297,8 +302,6 @@ def packed_attention(
     Raises:
         AttentionRefused: a mask or an argument this function does not know.
     """
-    layout = AttentionLayout.current
-    assert layout is not None, "no attention layout in use"
     unknown = {k for k, v in kwargs.items() if v is not None} - _KNOWN
     if attention_mask is not None or unknown or not getattr(module, "is_causal", True):
         why = f"arguments {sorted(unknown)}" if unknown else "a mask of its own or non-causal attention"
@@ -307,37 +310,43 @@ def packed_attention(
             fix="this model family is not supported yet",
         )
     assert dropout == 0.0, "the base runs without attention dropout"
+    layout = AttentionLayout.current
+    assert layout is not None, "no attention layout in use"
     layout.calls += 1
+    chunk = _chunk(module)
+    if chunk is not None and chunk >= layout.longest and layout.cache is None:
+        chunk = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if layout.cache is not None:
         index = int(module.layer_idx)  # type: ignore[arg-type]
         layout.cache.write(index, key, value)
         if layout.cache.decoding:
-            return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux), None
+            return layout.cache.attend(index, query, scale, sliding_window, softcap, s_aux, chunk), None
     if query.is_cuda:
-        run = partial(_on_cuda, layout=layout, scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux)
+        run = partial(_on_cuda, layout=layout, scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux,
+                      chunk=chunk)  # fmt: skip
         return attention_cuda.fenced(run, query, key, value), None
-    if softcap is None and s_aux is None and kernels.takes(query[0], value[0]):
+    if softcap is None and s_aux is None and chunk is None and kernels.takes(query[0], value[0]):
         PATHS_USED.add(kernels.implementation())
         return _KernelAttention.apply(query, key, value, layout.segments, scale, sliding_window), None
-    return _in_groups(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
+    return _in_groups(query, key, value, layout, scale, sliding_window, softcap, s_aux, chunk), None
 
 
 def _on_cuda(
     query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float, window: int | None,
-    softcap: float | None, sinks_H: Tensor | None,
+    softcap: float | None, sinks_H: Tensor | None, chunk: int | None,
 ) -> Tensor:  # fmt: skip
-    if layout.plain and softcap is None and sinks_H is None:
+    if layout.plain and softcap is None and sinks_H is None and chunk is None:
         out = attention_cuda.varlen(query, key, value, layout.starts, layout.longest, scale, window)
         if out is not None:
             PATHS_USED.add(attention_cuda.kernel(query.device))
             return out
-    return _in_groups(query, key, value, layout, scale, window, softcap, sinks_H)
+    return _in_groups(query, key, value, layout, scale, window, softcap, sinks_H, chunk)
 
 
 def _in_groups(
     query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float, sliding_window: int | None,
-    softcap: float | None, s_aux: Tensor | None,
+    softcap: float | None, s_aux: Tensor | None, chunk: int | None,
 ) -> Tensor:  # fmt: skip
     """[1, T, H, D], sequences of similar length computed together."""
     PATHS_USED.add("torch")
@@ -345,25 +354,25 @@ def _in_groups(
     k_groups = _Split.apply(key[0], layout)
     v_groups = _Split.apply(value[0], layout)
     outs = [
-        _attend(q, k, v, group.mask(sliding_window), scale, softcap, s_aux)
+        _attend(q, k, v, group.mask(sliding_window, chunk), scale, softcap, s_aux)
         for group, q, k, v in zip(layout.groups, q_groups, k_groups, v_groups, strict=True)
     ]
-    return _Join.apply(layout, *outs)[None]
+    out: Tensor = _Join.apply(layout, *outs)[None]
+    return out.contiguous()  # families call `view` on it
 
 
 class KVCache:
     """Keys and values of `rows` sequences in every layer, written where each new token stands.
 
     Args:
-        layers: number of decoder layers.
         rows: sequences generated together.
         capacity: longest sequence, prompt and answer, in tokens.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+    def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
+        self.keys: dict[int, Tensor] = {}  # by attention's `layer_idx`: some layers have two
+        self.values: dict[int, Tensor] = {}
         self.inputs: dict[int, list[Tensor]] = {}  # of other mixers than attention
         self.row_T: Tensor = torch.zeros(0, dtype=torch.int64)
         self.position_T: Tensor = torch.zeros(0, dtype=torch.int64)
@@ -374,20 +383,19 @@ class KVCache:
         self.row_T, self.position_T, self.decoding = row_T, position_T, decoding
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        if self.keys[layer] is None:
+        if layer not in self.keys:
             shape = (self.rows, self.capacity, key.shape[1])
             self.keys[layer] = key.new_zeros(*shape, key.shape[3])
             self.values[layer] = value.new_zeros(*shape, value.shape[3])
-        self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)  # type: ignore[index]
-        self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)  # type: ignore[index]
+        self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)
+        self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)
 
     def attend(
-        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks_H: Tensor | None
-    ) -> Tensor:
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks_H: Tensor | None, chunk: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """One new token per row, [1, H, B, D] -> [1, B, H, D]."""
         keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None
-        assert values is not None
         length = int(self.position_T.max()) + 1
         k = keys[self.row_T, :length].transpose(1, 2)
         v = values[self.row_T, :length].transpose(1, 2)
@@ -395,14 +403,50 @@ class KVCache:
         seen = index_L[None, :] <= self.position_T[:, None]
         if window is not None:
             seen &= self.position_T[:, None] - index_L[None, :] < window
+        if chunk is not None:
+            seen &= self.position_T[:, None] // chunk == index_L[None, :] // chunk
         q = query[0].transpose(0, 1)[:, :, None, :]
         out = _attend(q, k, v, seen[:, None, None, :], scale, softcap, sinks_H)
         return out[:, :, 0, :][None]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout says who sees whom; transformers need not build a mask."""
-    return None
+def _chunk(module: nn.Module) -> int | None:
+    """Tokens of a chunk, of which a token sees its own only (Llama 4), where this module's layer has such attention."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or not isinstance(index, int) or index >= len(kinds) or kinds[index] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)  # type: ignore[union-attr]
+
+
+_MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay", "packed_sequence_mask_function",
+          "remap_positions_for_packed_sequence", "add_offsets_to_mask_function", "and_masks"}  # fmt: skip
+"""transformers' functions that say who sees whom and that the layout (packing) and `packed_attention` (windows, chunks)
+compute themselves."""
+
+
+def _rules(mask: Any) -> Iterator[str]:
+    """Names of the functions that a mask function is made of."""
+    yield mask.__qualname__.partition(".")[0] if mask.__module__ == masking_utils.__name__ else mask.__qualname__
+    for cell in mask.__closure__ or ():
+        held = cell.cell_contents
+        for inner in held if isinstance(held, tuple) else (held,):
+            if inspect.isfunction(inner):
+                yield from _rules(inner)
+
+
+def _no_mask(*args: Any, mask_function: Any = masking_utils.causal_mask_function, **kwargs: Any) -> None:
+    """The layout says who sees whom; transformers need not build a mask.
+
+    Raises:
+        AttentionRefused: the family's rule is another one.
+    """
+    other = [name for name in _rules(mask_function) if name not in _MASKS]
+    if other:
+        raise AttentionRefused(
+            f"who sees whom is also decided by {other[0]}, which packed attention does not compute",
+            fix="this model family is not supported yet, or turn bidirectional attention off in config.json",
+        )
 
 
 AttentionInterface.register(NAME, packed_attention)

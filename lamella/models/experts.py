@@ -169,6 +169,8 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
+    if hidden_states.is_meta:  # a trial (`models/trial.py`): shapes alone
+        return torch.empty_like(hidden_states)
     part: ExpertPart | None = module.__dict__.get("lamella_part")
     if part is None:
         return _experts(module, hidden_states, top_k_index, top_k_weights, None)

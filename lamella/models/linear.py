@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lamella import kernels
 from lamella.models.pieces import Cut
@@ -121,7 +122,7 @@ class _LoraLinear(torch.autograd.Function):
         assert site is not None
         dropped_NI = x_NI if keep is None else x_NI * keep / (1 - site.dropout)
         xa_Nr = dropped_NI @ a_rI.T
-        y_NO = _with_lora(x_NI, module.weight, module.bias, xa_Nr, b_Or, site.scale)
+        y_NO = _with_lora(x_NI, module.matrix, module.bias, xa_Nr, b_Or, site.scale)
         ctx.module, ctx.keep = module, keep
         ctx.scale, ctx.dropout = site.scale, site.dropout
         ctx.save_for_backward(x_NI, a_rI, b_Or, xa_Nr)
@@ -139,10 +140,10 @@ class _LoraLinear(torch.autograd.Function):
         dx_NI = None
         if ctx.needs_input_grad[0]:
             if ctx.keep is None:
-                dx_NI = _input_gradient(dy_NO, ctx.module.weight, dxa_Nr, a_rI)
+                dx_NI = _input_gradient(dy_NO, ctx.module.matrix, dxa_Nr, a_rI)
             else:
                 dx_NI = (dxa_Nr @ a_rI) * ctx.keep / (1 - ctx.dropout)
-                dx_NI.addmm_(dy_NO, ctx.module.weight)
+                dx_NI.addmm_(dy_NO, ctx.module.matrix)
         return dx_NI, da_rI, db_Or, None, None
 
 
@@ -152,11 +153,11 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, module: FrozenLinear) -> Tensor:
         ctx.module = module
-        return F.linear(x_NI, module.weight, module.bias)
+        return F.linear(x_NI, module.matrix, module.bias)
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, None]:
-        return (dy_NO @ ctx.module.weight if ctx.needs_input_grad[0] else None), None
+        return (dy_NO @ ctx.module.matrix if ctx.needs_input_grad[0] else None), None
 
 
 class FrozenLinear(nn.Linear):
@@ -169,6 +170,11 @@ class FrozenLinear(nn.Linear):
 
     lora: LoraSite | None = None
     bypassed = False
+
+    @property
+    def matrix(self) -> Tensor:
+        """The frozen weight, [O, I]."""
+        return self.weight
 
     @classmethod
     def like(cls, linear: nn.Linear) -> FrozenLinear:
@@ -187,5 +193,19 @@ class FrozenLinear(nn.Linear):
         elif torch.is_grad_enabled() and x_NI.requires_grad:
             y_NO = _PlainLinear.apply(x_NI, self)
         else:
-            y_NO = F.linear(x_NI, self.weight, self.bias)
+            y_NO = F.linear(x_NI, self.matrix, self.bias)
         return y_NO.view(*input.shape[:-1], y_NO.shape[-1])
+
+
+class FrozenConv1D(FrozenLinear):
+    """GPT-2's linear layer, whose weight lies as [I, O]. Its LoRA pair is as any other's."""
+
+    @classmethod
+    def of(cls, layer: Conv1D) -> FrozenConv1D:
+        made = cls(layer.nx, layer.nf, layer.bias is not None, device="meta", dtype=layer.weight.dtype)
+        made.weight = nn.Parameter(torch.empty(layer.nx, layer.nf, device="meta", dtype=layer.weight.dtype))
+        return made
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.T

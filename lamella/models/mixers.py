@@ -84,7 +84,7 @@ class Kept:
 
 
 @contextmanager
-def _weights_by_name(own: nn.Module) -> Iterator[None]:
+def weights_by_name(own: nn.Module) -> Iterator[None]:
     """Inside, autograd keeps no view of a weight but its place: backward finds what is bound there then.
 
     A family's code may use a weight apart from its layer (`dt_proj.weight @ x`); what it lies in is another layer's by then.
@@ -145,7 +145,7 @@ class Mixer(Fused):
         args, kwargs = given.with_tensors(tensors)
         calls = layout.calls
         before = [(m, k, v) for m in own.modules() for k, v in vars(m).items() if v is None or isinstance(v, Tensor)]
-        with _dropout_of(index), _weights_by_name(own):
+        with _dropout_of(index), weights_by_name(own):
             out = own(*args, **kwargs)
         for module, name, value in before:  # a state that it left on itself would keep this call's graph
             if vars(module).get(name) is not value:
@@ -182,7 +182,8 @@ class Mixer(Fused):
 # ---- finding them ---------------------------------------------------------------------------------------------------
 
 
-def _functions(module: nn.Module) -> Iterator[Callable[..., Any]]:
+def of_class(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Functions of a module's class and its bases."""
     for kind in type(module).__mro__:
         if kind is nn.Module:
             return
@@ -193,7 +194,7 @@ def _functions(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 def calls_interface(module: nn.Module) -> bool:
     """Whether its class looks attention functions up in transformers' registry."""
-    return any(_INTERFACE in f.__code__.co_names for f in _functions(module))
+    return any(_INTERFACE in f.__code__.co_names for f in of_class(module))
 
 
 def _takes_cache(module: nn.Module) -> bool:
@@ -246,10 +247,12 @@ def _run_on_meta(module: nn.Module, hidden_size: int) -> None:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How a layer mixes tokens: its stand-ins, and whether that is to be tested before use: all but one attention alone."""
+    """How a layer mixes tokens: its stand-ins, whether that is to be tested before use (all but one attention alone), and
+    how many attentions go through the interface."""
 
     mixers: tuple[Mixer, ...]
     tested: bool
+    attentions: int = 1
 
 
 def stand_in(layer: nn.Module) -> Mixing:
@@ -262,4 +265,4 @@ def stand_in(layer: nn.Module) -> Mixing:
             parent, _, name = path.rpartition(".")
             mixers.append(Mixer(module))
             layer.get_submodule(parent)._modules[name] = mixers[-1]
-    return Mixing(tuple(mixers), tested=bool(mixers) or len(attentions) != 1)
+    return Mixing(tuple(mixers), bool(mixers) or len(attentions) != 1, len(attentions))

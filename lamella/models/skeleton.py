@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +22,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lamella.checkpoint.gguf import is_gguf, read_gguf
+from lamella.checkpoint.facts import num_routed_experts
 from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm
-from lamella.models.linear import FrozenLinear
-from lamella.models.mixers import mark_bypassed, stand_in
+from lamella.models.linear import FrozenConv1D, FrozenLinear
+from lamella.models.mixers import FAILS, mark_bypassed, stand_in
 from lamella.models.prove import Report, fuse
+from lamella.models.readers import stand_in_readers
 
 
 @dataclass
@@ -146,11 +151,7 @@ class Skeleton:
         self.config = config
         self.dtype = dtype
         try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=attention.NAME,
-                    experts_implementation=experts.NAME,
-                )  # fmt: skip
+            model = _build(config, dtype)
         except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError) as error:
             raise UserError(f"{config.model_type}: transformers cannot build a decoder from config.json: "
                             f"{type(error).__name__}: {error}",
@@ -168,6 +169,8 @@ class Skeleton:
         setattr(self.model.get_submodule(parent), last, nn.ModuleList(self.stubs))
         self.materialize_buffers()
         self.mixing = [stand_in(layer) for layer in self.layers]
+        for layer in self.layers:
+            stand_in_readers(layer, num_routed_experts(config.to_dict()))
         self.fused = Report()
 
     def fuse(self) -> None:
@@ -184,8 +187,9 @@ class Skeleton:
 
     def _find_layers(self) -> tuple[str, nn.ModuleList]:
         count = self.config.num_hidden_layers
+        counts = (count, getattr(self.config, "num_layers", count))
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count and name.rpartition(".")[2] in _LAYER_LISTS:
+            if isinstance(module, nn.ModuleList) and len(module) in counts and name.rpartition(".")[2] in _LAYER_LISTS:
                 return name, module
         raise UserError(
             f"{type(self.model).__name__}: no list of {count} decoder layers found",
@@ -197,7 +201,8 @@ class Skeleton:
         modules = [*self.model.modules(), *(m for layer in self.layers for m in layer.modules())]
         made: list[tuple[nn.Module, list[str]]] = []
         for module in modules:
-            names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+            stored = module._buffers.keys() - module._non_persistent_buffers_set  # come with the weights
+            names = [n for n, b in module._buffers.items() if b is not None and b.is_meta and n not in stored]
             made += [(module, names)] if names else []
             for name in names:
                 buffer = cast(Tensor, module._buffers[name])
@@ -248,8 +253,15 @@ class Skeleton:
                             fix="this family is not supported yet")  # fmt: skip
         return seen[0], cast(list[LayerCall], calls)
 
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its head."""
+        if self.model.base_model is not self.model:
+            return cast(nn.Module, self.model.base_model)
+        return next(m for m in self.model.children() if isinstance(m, PreTrainedModel))  # its prefix is another one's
+
     def _base(self, input_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
-        out = self.model.base_model(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+        out = self.decoder(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
         return cast(Tensor, out.last_hidden_state)
 
     def head(self, hidden_NH: Tensor) -> Tensor:
@@ -270,7 +282,7 @@ class Skeleton:
         Weights must be bound.
         """
         linear = self.model.get_output_embeddings()
-        norms = [m for m in self.model.base_model.children() if isinstance(m, FusedNorm)]
+        norms = [m for m in self.decoder.children() if isinstance(m, FusedNorm)]
         if type(linear) is not nn.Linear or linear.bias is not None or len(norms) != 1:
             return None
         device, dtype = linear.weight.device, linear.weight.dtype
@@ -300,7 +312,7 @@ class Skeleton:
         """Layer index -> (router module, which of its outputs are the router logits), where the family says so."""
         recorder = getattr(self.model, "_can_record_outputs", None) or {}
         recorder = recorder.get("router_logits") or (
-            (getattr(self.model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+            (getattr(self.decoder, "_can_record_outputs", None) or {}).get("router_logits")
         )
         if recorder is None:
             return {}
@@ -313,11 +325,45 @@ class Skeleton:
         return found
 
 
+def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on `meta`, its attention and experts ours."""
+    build = partial(AutoModelForCausalLM.from_config, config, dtype=dtype, experts_implementation=experts.NAME)
+    with torch.device("meta"):
+        try:
+            return cast(PreTrainedModel, build(attn_implementation=attention.NAME))
+        except KeyError as error:
+            if error.args != (attention.NAME,):
+                raise
+        model = build(attn_implementation="sdpa")  # attention classes in a table of the family's own (Falcon)
+    own = copy(model.config)
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) and getattr(module, "config", None) is model.config:
+            module.config = own
+    model.config._attn_implementation = attention.NAME  # so no mask is built: causal attention asks for none
+    return cast(PreTrainedModel, model)
+
+
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether a class derived from `nn.Linear` computes the same: tried on a small one."""
+    if linear._forward_pre_hooks or linear._forward_hooks or set(linear._parameters) != {"weight", "bias"}:
+        return False
+    small = type(linear).__new__(type(linear))
+    nn.Linear.__init__(small, 5, 3, bias=linear.bias is not None)
+    x = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        try:
+            return torch.allclose(small(x), nn.functional.linear(x, small.weight, small.bias), atol=1e-5)
+        except FAILS:
+            return False
 
 
 def _freeze_linears(layer: nn.Module) -> None:
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear or (isinstance(child, nn.Linear) and _is_plain(child)):
                 setattr(parent, name, FrozenLinear.like(child))
+            elif type(child) is Conv1D:
+                setattr(parent, name, FrozenConv1D.of(child))
