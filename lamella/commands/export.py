@@ -88,17 +88,14 @@ def export(
     What rounding leaves of the adapter is measured on every weight; KL on real prompts says what that does.
     Exit code 1: the engine does not say what Lamella says (or says what the base says).
     """
-    from lamella.export.run import Ask, lines, prompts_for, to_json
+    from lamella.export.prompts import prompts_of
+    from lamella.export.run import Ask, lines, store_of, to_json
     from lamella.export.run import export as run_export
-    from lamella.export.run import measure as run_measure
 
     targets = _targets(engine) if check else []
     ask = Ask(source, out, to, store, onto, dtype, max_loss, another_base, tuple(allow or ()))
-    wants_prompts = check or measure or bool(prompts)
-    found = run_export(ask)
-    texts = prompts_for(found, prompts or ()) if wants_prompts else ()
-    if found.kind == "model" and measure is not False and texts:
-        run_measure(found, texts)
+    texts = prompts_of(store_of(ask), source, prompts or ()) if check or measure or prompts else ()
+    found = run_export(ask, texts if texts and measure is not False and not ask.is_adapter else None)
     if targets:
         _verify(found, targets, texts, base, engine_dtype, limit)
     if as_json:
@@ -121,11 +118,12 @@ def parity(
     The likeliest tokens, log p of all tokens, and whether the base would have said the same.
     Exit code 1 when they do not agree.
     """
-    from lamella.export.run import Export, lines, prompts_for, to_json
+    from lamella.export.prompts import prompts_of
+    from lamella.export.run import Export, lines, to_json
 
     targets = _targets(engine)
     found = Export.read(folder)
-    _verify(found, targets, prompts_for(found, prompts or ()), base, engine_dtype, limit)
+    _verify(found, targets, prompts_of(found.store, found.source, prompts or ()), base, engine_dtype, limit)
     if as_json:
         typer.echo(to_json(found))
         return

@@ -128,14 +128,14 @@ def _told(loss: Loss) -> dict[str, float]:
 class _Adapted:
     """`Source` of one stored tensor: base, and what the adapter adds."""
 
-    def __init__(self, name: str, base: Base, delta: DeltaOf | None, pairs: PairFile) -> None:
+    def __init__(self, name: str, base: Base, delta: DeltaOf | None, pairs: PairFile | None) -> None:
         self.name, self.base, self.delta, self.pairs = name, base, delta, pairs
         self.loss = Loss()
         self._last: tuple[int, Tensor, Tensor] | None = None
 
     def values(self, first: int, out: Tensor) -> None:
         self.base.values(self.name, first, out)
-        if self.delta is not None:
+        if self.delta is not None and self.pairs is not None:
             added = torch.empty(out.numel())
             self.delta.values(self.pairs, first, added)
             self._last = first, out.clone(), added
@@ -156,20 +156,23 @@ class _Adapted:
 
 
 class _Job:
-    """Everything that is known before the first value."""
+    """Everything that is known before the first value; `pairs` is None where there is no adapter."""
 
-    def __init__(self, store: Store, adapter: Path, onto: str | Path, layout: str | None) -> None:
+    def __init__(self, store: Store, adapter: Path | None, onto: str | Path, layout: str | None) -> None:
         manifest = store.manifest
         self.store, self.adapter, self.of = store, adapter, open_base(store.path)
         self.skeleton = self.of.skeleton
         self.records: dict[str, TensorRecord] = {r.name: r for _, group in manifest.groups() for r in group.tensors}
         self.plans = plan_binding(self.skeleton, self.of.shapes, str(store.path))
-        file = AdapterFile(adapter, self.skeleton, layout)
-        check_base(file, self.of)
-        for line in (*(() if file.layout.name == "peft" else (describe(file),)), *file.notes):
-            notice(line)
-        self.pairs = PairFile(file)
-        self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
+        self.pairs: PairFile | None = None
+        self.deltas: dict[str, DeltaOf] = {}
+        if adapter is not None:
+            file = AdapterFile(adapter, self.skeleton, layout)
+            check_base(file, self.of)
+            for line in (*(() if file.layout.name == "peft" else (describe(file),)), *file.notes):
+                notice(line)
+            self.pairs = PairFile(file)
+            self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
         self.of_store = StoreBase(store)
         self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, self.of.shapes)
         self.config = {
@@ -232,6 +235,7 @@ def merge(
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
     job = _Job(opened, adapter, onto, layout)
+    assert job.pairs is not None
     with torch.inference_mode():
         if writer is None:
             form = _settled_form(job, form, max_loss)
@@ -263,6 +267,27 @@ def merge(
         notice(line)
     notice(f"{out}: {format_bytes(merged.nbytes)} in {format_seconds(merged.seconds)}")
     return merged
+
+
+def write_base(store: Path, out: Path, form: str = "fp32") -> None:
+    """The dequantised base alone, in a plain or a GGUF form: what an adapter was trained on, for engines to load under it.
+
+    Raises:
+        UserError: as `merge`.
+    """
+    if out.exists():
+        raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
+    opened = Store.open(store)
+    job = _Job(opened, None, "store", None)
+    check_writable(out)
+    with torch.inference_mode(), _partial_folder(out) as partial:
+        order = Order(partial, job.targets, job.head, job.config, _small_files(opened, None))
+        made = _writer(order, form, None, False, SHARD_BYTES, None)
+        _check_room(partial, made.nbytes)
+        _stream(job, made, form, None)
+        made.finish(order.config, order.files)
+        (partial / _MARK).unlink()
+        partial.rename(out)
 
 
 # ---- before -------------------------------------------------------------------------------------
@@ -427,6 +452,7 @@ def _all_used(pairs: PairFile) -> None:
 def _base_difference(job: _Job) -> float:
     """||checkpoint - store|| / ||delta|| over the adapted tensors."""
     apart2 = delta2 = 0.0
+    assert job.pairs is not None
     for name, delta in job.deltas.items():
         for first in range(0, job.records[name].numel, PIECE_VALUES):
             mine, theirs, added = (torch.empty(min(PIECE_VALUES, job.records[name].numel - first)) for _ in range(3))
@@ -442,11 +468,11 @@ def _base_difference(job: _Job) -> float:
 # ---- after --------------------------------------------------------------------------------------
 
 
-def _small_files(store: Store, adapter: Path) -> dict[str, Path]:
+def _small_files(store: Store, adapter: Path | None) -> dict[str, Path]:
     """The store's tokenizer and other files; chat template and generation config are the adapter's where it has them."""
     files = {name: store.path / name for name in store.manifest.files if name != "config.json"}
     for name in ("chat_template.jinja", "generation_config.json"):
-        if (adapter / name).is_file():
+        if adapter is not None and (adapter / name).is_file():
             files[name] = adapter / name
     return files
 
@@ -491,12 +517,13 @@ def _apart_notices(apart: tuple[Divergence | None, Divergence | None]) -> list[s
 
 
 def _export_facts(job: _Job, merged: Merged, onto: str | Path) -> dict[str, Any]:
-    manifest = job.store.manifest
+    manifest, pairs = job.store.manifest, job.pairs
+    assert pairs is not None
     return {
         "lamella_version": __version__, "kind": "merged", **merged.facts(),
         "onto": "store" if onto == "store" else str(onto),
         "base": {"source": manifest.source, "fingerprint": manifest.source_fingerprint, "synthetic": manifest.synthetic},
-        "adapter": {"file": job.pairs.file.path.name, "checksum": file_checksum(job.pairs.file.path),
-                    "layout": job.pairs.file.layout.name},
-        "sites": len(job.pairs.sites), "tie_word_embeddings": manifest.tie_word_embeddings,
+        "adapter": {"file": pairs.file.path.name, "checksum": file_checksum(pairs.file.path),
+                    "layout": pairs.file.layout.name},
+        "sites": len(pairs.sites), "tie_word_embeddings": manifest.tie_word_embeddings,
     }  # fmt: skip

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lamella.adapter.layouts import GGUF, LAYOUTS
 from lamella.adapter.read import AdapterFile
 from lamella.checkpoint.source import read_json
-from lamella.console import notice, progress
+from lamella.console import notice
 from lamella.errors import RunFailed, UserError
 from lamella.export import travel
 from lamella.export.adapter_base import base_of, open_base
 from lamella.export.adapters import check_base, export_adapter
-from lamella.export.merge import EXPORT_FILE, FORMS, Order, merge
-from lamella.export.prompts import prompts_of
+from lamella.export.merge import EXPORT_FILE, FORMS, GGUF_FORMS, merge, write_base
 from lamella.export.verify import EXACT, Target, Verified, verify
-from lamella.export.writers import ModelWriter
-from lamella.export.writers.gguf import FORMS as GGUF_FORMS
-from lamella.export.writers.gguf import GgufWriter
 from lamella.export.writers.gguf_lora import export_lora
 from lamella.files import write_json
-from lamella.quality.divergence import Base as Plain
-from lamella.quality.divergence import Divergence, Stored, divergence
-from lamella.store.reader import Store
 
-GGUF_MODELS = tuple(f"gguf-{form}" for form in GGUF_FORMS)
-MODELS = ("merged", *(form for form in FORMS if form != "auto"), *GGUF_MODELS)
+MODELS = ("merged", *(form for form in FORMS if form != "auto"))
 ADAPTERS = (*LAYOUTS, GGUF)
-MODEL_FILE, ADAPTER_FILE = "model.gguf", "adapter.gguf"
+ADAPTER_FILE = "adapter.gguf"
 _EXACT_FORMS = ("fp32", "gguf-f32")
 
 
@@ -64,7 +58,12 @@ class Ask:
 
 @dataclass
 class Export:
-    """What came out; kept as `export.json` in the export's folder."""
+    """What came out; kept as `export.json` in the export's folder.
+
+    Attributes:
+        to: the target in effect; kind: "adapter" or "merged".
+        facts: what the writer told; verified: what engines said since.
+    """
 
     folder: Path
     to: str
@@ -72,22 +71,25 @@ class Export:
     store: Path
     source: Path
     facts: dict[str, Any]
-    divergence: Divergence | None = None
     verified: list[Verified] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        before = self.facts.get("verified", [])
         return {
-            **self.facts, "to": self.to, "kind": self.kind, "store": str(self.store), "adapter": str(self.source),
-            "kl_from_adapter_on_base": None if self.divergence is None else asdict(self.divergence),
-            "verified": [found.to_dict() for found in self.verified],
+            **self.facts, "to": self.to, "kind": self.kind, "store": str(self.store), "source": str(self.source),
+            "verified": [*before, *(found.to_dict() for found in self.verified)],
         }  # fmt: skip
 
     def save(self) -> None:
         write_json(self.folder / EXPORT_FILE, self.to_dict(), indent=2)
 
+    @property
+    def is_gguf(self) -> bool:
+        return self.to == GGUF or self.to in GGUF_FORMS
+
     @classmethod
     def read(cls, folder: Path) -> Export:
-        """Of an export made before; its measured figures stay in `facts`.
+        """An export made before.
 
         Raises:
             UserError: no export, or a broken `export.json`.
@@ -95,14 +97,17 @@ class Export:
         file = folder / EXPORT_FILE
         tree = read_json(file)
         try:
-            own = {key: tree.pop(key) for key in ("to", "kind", "store", "adapter")}
-            return cls(folder, own["to"], own["kind"], Path(own["store"]), Path(own["adapter"]), tree)
+            to, kind, store, source = (str(tree[key]) for key in ("to", "kind", "store", "source"))
         except KeyError as error:
             raise UserError(f"says no {error}", fix="export again with this version", path=file) from error
+        return cls(folder, to, kind, Path(store), Path(source), tree)
 
 
-def export(ask: Ask) -> Export:
+def export(ask: Ask, texts: Sequence[Sequence[int]] | None = None) -> Export:
     """Write what is asked; nothing stands at `ask.out` until it is whole.
+
+    Args:
+        texts: token ids on which a merged model is compared with the adapter on its base.
 
     Raises:
         UserError: an unknown target, and what `export_adapter`, `merge` and the GGUF writers refuse.
@@ -111,7 +116,7 @@ def export(ask: Ask) -> Export:
         raise UserError(
             f"--to {ask.to!r} is no target", fix=f"adapters: {', '.join(ADAPTERS)}; models: {', '.join(MODELS)}"
         )
-    store = ask.store if ask.store is not None else base_of(ask.source)
+    store = store_of(ask)
     if ask.to == GGUF:
         return _gguf_adapter(ask, store)
     if ask.is_adapter:
@@ -120,33 +125,23 @@ def export(ask: Ask) -> Export:
         for line in done.notes:
             notice(line)
         found = Export(ask.out, ask.to, "adapter", store, ask.source, facts)
-        found.save()
-        return found
-    if ask.to in GGUF_MODELS:
-        if ask.dtype is not None:
-            raise UserError(f"dtype {ask.dtype!r} with {ask.to}", fix="the target's name says the form")
-        form = ask.to.removeprefix("gguf-")
-        done_model = merge(
-            store, ask.source, ask.out, ask.to, onto=ask.onto, max_loss=ask.max_loss, writer=gguf_writer(form)
-        )
     else:
         form = "auto" if ask.to == "merged" else ask.to
-        done_model = merge(store, ask.source, ask.out, form, onto=ask.onto, dtype=ask.dtype, max_loss=ask.max_loss)
-    merged = Export(ask.out, done_model.form, "model", store, ask.source, read_json(ask.out / EXPORT_FILE))
-    merged.save()
-    return merged
+        merged = merge(
+            store, ask.source, ask.out, form, onto=ask.onto, dtype=ask.dtype, max_loss=ask.max_loss, texts=texts
+        )
+        found = Export(ask.out, merged.form, "merged", store, ask.source, read_json(ask.out / EXPORT_FILE))
+    found.save()
+    return found
 
 
-def gguf_writer(form: str) -> Callable[[Order], ModelWriter]:
-    """For `merge`: one GGUF file in the folder."""
-    return lambda order: GgufWriter(order.folder / MODEL_FILE, order.targets, form, order.config, order.files)
+def store_of(ask: Ask) -> Path:
+    """The store asked for, or the one that the run's receipt names."""
+    return ask.store if ask.store is not None else base_of(ask.source)
 
 
 def _gguf_adapter(ask: Ask, store: Path) -> Export:
     """The adapter's file and what belongs to it, written aside first."""
-    import os
-    import shutil
-
     if ask.out.exists():
         raise UserError("exists already", fix="give another folder, or remove it", path=ask.out)
     base = open_base(store)
@@ -174,19 +169,6 @@ def _gguf_adapter(ask: Ask, store: Path) -> Export:
     return found
 
 
-def measure(found: Export, prompts: Sequence[tuple[int, ...]], dtype: str = "auto") -> Divergence:
-    """KL of a merged model from the adapter on its base, over real prompts; both streamed layer by layer."""
-    assert found.kind == "model"
-    path = found.folder / MODEL_FILE if found.to in GGUF_MODELS else found.folder
-    total = sum(map(len, prompts))
-    with progress("compare", total, "tokens") as meter:
-        found.divergence = divergence(
-            Stored(found.store, found.source), Plain(path), prompts, dtype=dtype, advance=lambda tokens: meter.advance(tokens)
-        )  # fmt: skip
-    found.save()
-    return found.divergence
-
-
 def prove(
     found: Export, target: Target, python: Path | None, prompts: Sequence[tuple[int, ...]], scratch: Path,
     *, base: Path | None = None, dtype: str = "float32", limit: float | None = None, threads: int = 2,
@@ -203,21 +185,18 @@ def prove(
         RunFailed: it refuses the export, or what it says is not what the adapter says.
     """
     takes_gguf = bool(getattr(target, "takes_gguf", False))
-    is_gguf = found.to == GGUF or found.to in GGUF_MODELS
-    if takes_gguf != is_gguf:
+    if takes_gguf != found.is_gguf:
         what = "takes GGUF files" if takes_gguf else "does not take GGUF files"
-        raise UserError(f"{target.name} {what}, the export is {found.to!r}",
-                        fix="--to gguf-f16 or gguf" if takes_gguf else "--to merged or peft")  # fmt: skip
-    if found.kind == "model":
-        model, served = (found.folder / MODEL_FILE if is_gguf else found.folder), None
+        raise UserError(
+            f"{target.name} {what}, the export is {found.to!r}",
+            fix="--to gguf-f16 or gguf" if takes_gguf else "--to merged or peft",
+        )
+    if found.kind == "merged":
+        model, served = (_only_gguf(found.folder) if found.is_gguf else found.folder), None
         exact = found.to in _EXACT_FORMS
     else:
-        model = (
-            base
-            if base is not None
-            else dequantised(found.store, scratch / "base", "f32" if is_gguf else "fp32", is_gguf)
-        )
-        served, exact = (found.folder / ADAPTER_FILE if is_gguf else found.folder), base is None
+        model = base if base is not None else dequantised(found.store, scratch / "base", found.is_gguf)
+        served, exact = (found.folder / ADAPTER_FILE if found.is_gguf else found.folder), base is None
     if limit is None and exact and dtype == "float32":
         limit = EXACT
     done = verify(target, model, served, store=found.store, adapter=found.source, prompts=prompts, limit=limit, python=python,
@@ -231,42 +210,28 @@ def prove(
     return done
 
 
-def dequantised(store: Path, folder: Path, form: str, as_gguf: bool) -> Path:
-    """The base that the adapter was trained on, as an engine loads it; made once."""
+def dequantised(store: Path, folder: Path, as_gguf: bool) -> Path:
+    """The base that the adapter was trained on, in fp32, as an engine loads it; made once."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        notice(f"writing the dequantised base in {form}")
-        merge(store, None, folder, f"gguf-{form}" if as_gguf else form, writer=gguf_writer(form) if as_gguf else None)
-    return folder / MODEL_FILE if as_gguf else folder
+        notice("writing the dequantised base in fp32")
+        write_base(store, folder, "gguf-f32" if as_gguf else "fp32")
+    return _only_gguf(folder) if as_gguf else folder
 
 
-def prompts_for(found: Export, files: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
-    """See `prompts_of`."""
-    return prompts_of(found.store, found.source, files)
+def _only_gguf(folder: Path) -> Path:
+    return next(file for file in sorted(folder.glob("*.gguf")) if file.name != ADAPTER_FILE)
 
 
 def lines(found: Export) -> list[str]:
-    """For people."""
-    told = []
-    if found.divergence is not None:
-        d = found.divergence
-        told.append(
-            f"from adapter on base: KL {d.kl_mean:.3g} nats per token (99th percentile {d.kl_p99:.3g}), same likeliest token "
-            f"{100 * d.top1_agreement:.2f} %, perplexity {d.perplexity_a:.4g} -> {d.perplexity_b:.4g}, over {d.tokens} tokens"
-        )
-    for v in found.verified:
-        told.append(
-            f"{v.engine}: log p within {v.tuned.largest:.2g} nats, KL {v.tuned.kl:.2g}, same likeliest token "
-            f"{100 * v.tuned.top1:.1f} % at {v.positions} positions of {v.prompts} prompts; differs from the base by up to "
-            f"{v.from_base.largest:.3g} nats"
-        )
-    return told
+    """What engines said, for people."""
+    return [
+        f"{v.engine}: log p within {v.tuned.largest:.2g} nats, KL {v.tuned.kl:.2g}, same likeliest token "
+        f"{100 * v.tuned.top1:.1f} % at {v.positions} positions of {v.prompts} prompts; differs from the base by up to "
+        f"{v.from_base.largest:.3g} nats"
+        for v in found.verified
+    ]
 
 
 def to_json(found: Export) -> str:
     return json.dumps({"out": str(found.folder), **found.to_dict()})
-
-
-def needs_store(store: Path) -> Store:
-    """Raises `UserError` where there is no store."""
-    return Store.open(store)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lamella.checkpoint.gguf import is_gguf, read_gguf
 from lamella.checkpoint.facts import num_routed_experts
+from lamella.checkpoint.gguf import is_gguf, read_gguf
 from lamella.errors import UserError
 from lamella.models import attention, experts
 from lamella.models.fused import FusedNorm

@@ -14,7 +14,7 @@ from typing import Any
 
 from lamella.errors import UserError
 from lamella.export.prompts import prompts_of
-from lamella.export.run import Ask, export, measure, prove
+from lamella.export.run import ADAPTERS, Ask, export, prove
 from lamella.export.verify import TARGETS
 from tests.engines.cases import CASES, Case, python_of
 from tests.engines.prepare import trained
@@ -28,9 +28,9 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
     _, store, run = trained(case.model)
     begin_s = time.perf_counter()
     out = scratch / case.name
-    found = export(Ask(run, out, case.to, store))
     prompts = prompts_of(store, run)
-    kl = measure(found, prompts).kl_mean if found.kind == "model" else None
+    found = export(Ask(run, out, case.to, store), None if case.to in ADAPTERS else prompts)
+    kl = found.facts["divergence"]["kl_mean"] if found.kind == "merged" else None
     proven = prove(found, TARGETS[case.engine], python_of(case.engine), prompts, scratch / case.model, dtype=case.dtype)
     return {
         "case": case.name, "model": case.model, "to": case.to, "engine": proven.engine, "dtype": case.dtype,
@@ -41,7 +41,7 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = "| model | export | engine | computes in | KL of the weights | log p within | KL in the engine | same top token | moves from base |"
+    head = "| model | export | engine | computes in | KL of weights | log p within | KL there | same top token | moves from base |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for r in rows:
         if "refused" in r:

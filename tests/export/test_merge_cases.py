@@ -86,7 +86,10 @@ def pack_mxfp4(source):
         tensors[f"{name}_scales"] = scales.view(experts, out, inputs // 32)
     save_file(tensors, file, metadata={"format": "pt"})
     config = config_of(source)
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }
     (source / "config.json").write_text(json.dumps(config))
 
 
@@ -111,7 +114,9 @@ def test_b29_experts_of_an_mxfp4_checkpoint(tmp_path):
 
 def write_fp8(folder):
     """A dense checkpoint whose linear layers are block-scaled FP8."""
-    source = write_checkpoint(folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16)
+    source = write_checkpoint(
+        folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16
+    )
     file = source / "model.safetensors"
     tensors = load_file(file)
     for name in [n for n in tensors if "_proj" in n]:

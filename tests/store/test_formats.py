@@ -283,7 +283,9 @@ def test_synth_and_plan_with_formats(tmp_path):
     config = tmp_path / "config.json"
     moe_config(layers=2, inner=64).to_json_file(config, use_diff=False)
     file = tmp_path / "quantize.toml"
-    file.write_text('[classes]\nexperts = "mxfp4"\nattention = "int8"\n[[names]]\nmatch = "model.layers.1.*"\nformat = "bf16"\n')
+    file.write_text(
+        '[classes]\nexperts = "mxfp4"\nattention = "int8"\n[[names]]\nmatch = "model.layers.1.*"\nformat = "bf16"\n'
+    )
     run = CliRunner()
     made = run.invoke(app, ["store", "synth", str(config), str(tmp_path / "store"), "--formats", str(file), "--json"])
     assert made.exit_code == 0, made.output
