@@ -1,9 +1,9 @@
 """A run without weights: does a family's code do, layer by layer, what the engine relies on?
 
 The model's own forward runs on a few tokens and weights of no values (memory that nothing is written to), every layer on
-`meta` tensors: no weight is read and next to no memory is taken, whatever the model's size. Found out so, before anything is written: attention that is not ours to compute,
-weights that are read in ways the engine does not serve, tensors handed from layer to layer beside the hidden states, code that does not run when
-it is taken apart.
+`meta` tensors: no weight is read and next to no memory is taken, whatever the model's size. Found out so, before anything
+is written: attention that is not ours to compute, weights that are read in ways the engine does not serve, tensors handed
+from layer to layer beside the hidden states, code that does not run when it is taken apart.
 """
 
 from __future__ import annotations
