@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from lamella.checkpoint.header import TensorInfo
-from lamella.checkpoint.numbers import E2M1, E8M0, Bytes, Floats, pairs
+from lamella.checkpoint.numbers import E2M1, E8M0, Bytes, Floats, halves, pairs
 from lamella.checkpoint.packing import PIECE_VALUES, Native, Packing, Read, whole_rows
 from lamella.errors import UserError
 
@@ -82,11 +82,12 @@ class Mxfp4:
     def _rows(self, expert: int, first: int, count: int) -> Floats:
         """[count, O]: rows of one expert."""
         _, inputs, outputs = self.tensor.shape
-        if self._expert is None or self._expert[0] != expert:
+        kept = self._expert
+        if kept is None or kept[0] != expert:
             groups = outputs * inputs // BLOCK
             blocks = self._bytes(self.blocks, expert * groups * 16, groups * 16).reshape(outputs, -1, 16)
-            self._expert = expert, blocks, self._bytes(self.scales, expert * groups, groups).reshape(outputs, -1)
-        _, blocks, scales = self._expert
+            kept = self._expert = expert, blocks, self._bytes(self.scales, expert * groups, groups).reshape(outputs, -1)
+        _, blocks, scales = kept
         start, end = first // BLOCK, -(-(first + count) // BLOCK)
         found = _decoded(np.ascontiguousarray(blocks[:, start:end]), np.ascontiguousarray(scales[:, start:end]))
         found = found.reshape(outputs, -1)[:, first - start * BLOCK :][:, :count]
@@ -95,7 +96,7 @@ class Mxfp4:
 
 def _decoded(blocks: Bytes, scales: Bytes) -> Floats:
     """[n, 32] values of n blocks."""
-    found = np.take(_VALUES, blocks.reshape(-1), axis=0).reshape(-1, BLOCK)
+    found = halves(blocks.reshape(-1), _VALUES).reshape(-1, BLOCK)
     found *= E8M0[scales.reshape(-1, 1)]
     return found
 
