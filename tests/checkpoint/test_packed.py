@@ -129,7 +129,7 @@ def test_a_way_that_is_not_known(tmp_path):
     assert any("hqq" in note for note in shape_of(tmp_path / "config.json").notes)
 
 
-@pytest.mark.parametrize("way", ["bnb-nf4", "bnb-int8", "fp8-row"])
+@pytest.mark.parametrize("way", ["bnb-nf4", "bnb-nf4-plain", "bnb-int8", "fp8-row"])
 def test_shapes_behind_packed_bytes(tmp_path, way):
     """A forecast counts the weights of checkpoints that other libraries have written."""
     source = write_checkpoint(tmp_path / "plain", dense_config(), dtype=torch.bfloat16, shards=1)
@@ -137,6 +137,8 @@ def test_shapes_behind_packed_bytes(tmp_path, way):
     found, original = shape_of(written.path), shape_of(source)
     assert plain(found) == plain(original)
     assert found.checkpoint_bytes < original.checkpoint_bytes
+    by_rules = shape_of(written.path / "config.json")
+    assert by_rules.checkpoint_bytes == pytest.approx(found.checkpoint_bytes, rel=0.01)
 
 
 def test_shapes_that_headers_do_not_tell(tmp_path):
