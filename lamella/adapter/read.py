@@ -439,9 +439,10 @@ def _open(path: Path) -> TensorsFile:
         )
     try:
         return TensorsFile(path)
-    except OSError as error:
+    except (OSError, UserError) as error:
+        what = error.what if isinstance(error, UserError) else error
         raise UserError(
-            f"cannot be read: {error}", path=path, fix="the adapter is incomplete; save it again"
+            f"cannot be read: {what}", path=path, fix="the adapter is incomplete; save it again"
         ) from error
 
 
