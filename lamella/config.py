@@ -213,7 +213,7 @@ class RunConfig(Section):
     store: Path
     """Layer store made by `lamella quantize`."""
     init_adapter: Path | None = None
-    """Adapter folder (PEFT format) to go on from."""
+    """Adapter folder, of any layout that is read (PEFT, Unsloth, vLLM, SGLang, mlx-lm), to go on from."""
     data: DataConfig = DataConfig()
     """What to train on."""
     lora: LoraConfig = LoraConfig()

@@ -94,7 +94,7 @@ class AdapterFile:
     # ---- names ------------------------------------------------------------------------------------------
 
     def _pairs(self) -> list[_Raw]:
-        pattern = r"(.+)\.lora_([ab])" if self._mlx else rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight"
+        pattern = r"(.+)\.lora_([ab])" if self._mlx else rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(?:\.default)?\.weight"
         found: dict[str, _Raw] = {}
         strange = []
         for name in self._file:
@@ -104,7 +104,7 @@ class AdapterFile:
                 continue
             raw = found.setdefault(match[1], _Raw(match[1]))
             setattr(raw, match[2].lower(), name)
-        heads = [n for n in found if n.rpartition(".")[2] in ("lm_head", "embed_tokens", "embed_out", "wte", "output")]
+        heads = [name for name in found if not re.search(r"\.\d+\.", name)]  # outside the layers
         if strange or heads:
             self._refuse(strange, heads)
         for raw in found.values():
@@ -441,9 +441,7 @@ def _open(path: Path) -> TensorsFile:
         return TensorsFile(path)
     except (OSError, UserError) as error:
         what = error.what if isinstance(error, UserError) else error
-        raise UserError(
-            f"cannot be read: {what}", path=path, fix="the adapter is incomplete; save it again"
-        ) from error
+        raise UserError(f"cannot be read: {what}", path=path, fix="the adapter is incomplete; save it again") from error
 
 
 def _why(name: str) -> str:

@@ -31,7 +31,7 @@ def eval_task(
     task_file: Annotated[Path, typer.Argument(metavar="TASK.toml", help="Rows, prompt and labels of the task.")],
     store: Annotated[Path, typer.Option(help="Layer store made by `lamella quantize`.")],
     adapter: Annotated[
-        list[Path] | None, typer.Option(help="Adapter folder (PEFT format); once per tuned system.")
+        list[Path] | None, typer.Option(help="Adapter folder of any known layout; once per tuned system.")
     ] = None,
     mode: Annotated[ModeName, typer.Option(help="Likeliest label, greedy among labels, or free text.")] = (
         ModeName.likelihood

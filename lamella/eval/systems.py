@@ -32,7 +32,7 @@ def measure_systems(
     Where the task has no system text, an adapter's prompts get the one it was trained with; the result says so.
 
     Args:
-        adapters: folders in PEFT format; each is named `tuned` (or `tuned: FOLDER` if there are several).
+        adapters: folders of any known layout; each is named `tuned` (or `tuned: FOLDER` if there are several).
         shots: examples of the few-shot prompt; 0 leaves that system out. Other names as in `evaluate`.
 
     Returns:

@@ -14,7 +14,7 @@ from lamella.errors import UserError
 from lamella.export.adapters import export_adapter, write_layout
 from tests.export.conftest import write
 
-MODELS = ("llama", "qwen3_moe-dense-first", "mixtral", "gpt_oss", "olmoe")
+MODELS = ("llama", "qwen3_moe-dense-first", "mixtral", "gpt_oss")
 
 
 def config_of(file):
