@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SMALL_PARAMETERS = 2_000_000_000
 """Up to this size `auto` computes in fp32: then nothing but the weights differs."""
 MICRO_BATCH_TOKENS = 4096
-LOGITS_BYTES = 64 << 20
+LOGITS_BYTES = 32 << 20
 """Of one model's fp32 logits at once."""
 
 
