@@ -234,7 +234,9 @@ def bnb(tmp_path_factory):
 def test_b44_bitsandbytes_weights_are_taken_over_bit_for_bit(bnb, tmp_path):
     for way, kind in (("bnb-nf4", "nf4"), ("bnb-int8", "int8")):
         written = bnb[way]
-        manifest = quantize_checkpoint(written.path, tmp_path / way, QuantizeSettings(block_size=128, double_quant=False))
+        manifest = quantize_checkpoint(
+            written.path, tmp_path / way, QuantizeSettings(block_size=128, double_quant=False)
+        )
         store = Store.open(tmp_path / way)
         for i in range(2):
             packed = store.load(i)
@@ -244,7 +246,10 @@ def test_b44_bitsandbytes_weights_are_taken_over_bit_for_bit(bnb, tmp_path):
                 assert torch.equal(found, values.view(record.shape)), record.name
                 assert (record.format == kind) is (record.name in written.packed)
                 if record.name in written.packed and kind == "nf4":
-                    assert (record.block_size, record.double_quant) == (64, True)  # the source's own, not those asked for
+                    assert (record.block_size, record.double_quant) == (
+                        64,
+                        True,
+                    )  # the source's own, not those asked for
         assert any(f"14 tensors keep their source's {kind}" in line for line in manifest.notices)
         assert store.verify() == []
 
@@ -323,7 +328,9 @@ def test_synth_and_plan_with_formats(tmp_path):
     config = tmp_path / "config.json"
     moe_config(layers=2, inner=64).to_json_file(config, use_diff=False)
     file = tmp_path / "quantize.toml"
-    file.write_text('[classes]\nexperts = "mxfp4"\nattention = "int8"\n[[names]]\nmatch = "model.layers.1.*"\nformat = "bf16"\n')
+    file.write_text(
+        '[classes]\nexperts = "mxfp4"\nattention = "int8"\n[[names]]\nmatch = "model.layers.1.*"\nformat = "bf16"\n'
+    )
     run = CliRunner()
     made = run.invoke(app, ["store", "synth", str(config), str(tmp_path / "store"), "--formats", str(file), "--json"])
     assert made.exit_code == 0, made.output
