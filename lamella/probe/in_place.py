@@ -33,12 +33,15 @@ from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.names import checkpoint_shapes
 from lamella.models.skeleton import Skeleton, read_config
 from lamella.probe.own import updating
+from lamella.probe.timing import Clock
 from lamella.store.quantize import QuantizeSettings
 from lamella.store.reader import Store
 from lamella.store.synth import synthesize_store
 from lamella.trace.recorder import RECORDER
 
 TOKENS, LABELS, LAYERS = 64, 32, 4
+RESERVE_S, RESERVE_QUICK_S = 10.0, 1.0
+"""Left for the disk and for sums among ranks."""
 WARM_UP = 2
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE: dict[str, Any] = {
@@ -68,9 +71,12 @@ FULL = tuple(Trial(e, *rest) for e in (False, True) for rest in ((False, False),
 
 
 def measure_in_place(
-    rates: KernelRates, dtype: torch.dtype, quick: bool, on_progress: Callable[[str], None]
+    rates: KernelRates, dtype: torch.dtype, quick: bool, on_progress: Callable[[str], None], clock: Clock | None = None
 ) -> tuple[FixedCost, ...]:
-    """Fixed costs of this CPU, given the rates of its kernels."""
+    """Fixed costs of this CPU, given the rates of its kernels. When `clock` runs short, of fewer settings: a plan then takes
+    as many calls as such work is made of."""
+    clock = clock or Clock()
+    reserve_s = RESERVE_QUICK_S if quick else RESERVE_S
     found: dict[tuple[FixedWork, bool, bool], list[float]] = defaultdict(list)
     kept_steps = RECORDER.steps.maxlen or 0
     try:
@@ -79,9 +85,11 @@ def measure_in_place(
             for config in (DENSE, EXPERTS):
                 experts = config is EXPERTS
                 on_progress(f"steps of a small model{' with experts' if experts else ''}")
+                if clock.over(reserve_s):
+                    continue
                 store = _make_store(Path(scratch) / str(experts), config)
                 for trial in QUICK if quick else FULL:
-                    if trial.experts == experts:
+                    if trial.experts == experts and not clock.over(reserve_s):
                         for (work, layer), seconds in _try(trial, store, rates, dtype, 2 if quick else 5).items():
                             found[work, experts and layer, trial.everywhere and layer].append(seconds)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from lamella.hardware.matmul import native_dtype
 from lamella.probe import own, products
 from lamella.probe.in_place import measure_in_place
 from lamella.probe.pool import REGION_BYTES, Pool
-from lamella.probe.timing import Effort, Piece, measure
+from lamella.probe.timing import Clock, Effort, Piece, measure
 
 LENGTHS, LENGTHS_QUICK = (32, 128, 512, 2048, 8192), (64, 512)
 HEAD_SIZES = (64, 128)
@@ -23,8 +22,8 @@ ROUTED, ROUTED_QUICK = (32, 512, 4096), (64, 1024)
 WEIGHTS, WEIGHTS_QUICK = (1 << 16, 1 << 19, 1 << 22, 1 << 25), (1 << 18, 1 << 22)
 UPDATED = 1 << 21
 CHAIN = 100
-ENOUGH_S = 25.0
-"""No further round begins after so long (on a machine that others use): two are enough for a figure."""
+RESERVE_S, RESERVE_QUICK_S = 22.0, 3.0
+"""Left for what comes after the kernels' rounds: steps of small models, the disk, sums among ranks."""
 
 
 class KernelWork:
@@ -61,7 +60,9 @@ class KernelWork:
         )
 
 
-def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str], None]) -> KernelRates:
+def measure_kernels(
+    threads: int | None, quick: bool, on_progress: Callable[[str], None], clock: Clock | None = None
+) -> KernelRates:
     """Measure products, experts, attention and row-wise work of this CPU in the dtype it computes in natively, and what a layer
     takes besides.
 
@@ -69,23 +70,23 @@ def measure_kernels(threads: int | None, quick: bool, on_progress: Callable[[str
         threads: of torch; None: as torch has them.
         quick: a coarse grid, in a few seconds, instead of about half a minute on idle cores.
         on_progress: told what is measured now.
+        clock: how long the whole may take; rounds after the first are left out where it runs short.
     """
+    clock = clock or Clock()
+    reserve_s = RESERVE_QUICK_S if quick else RESERVE_S
     before = torch.get_num_threads()
     effort = Effort(1, 0.001) if quick else Effort(4, 0.003)
     try:
         torch.set_num_threads(threads or before)
         dtype = native_dtype(torch.device("cpu"))
         work = KernelWork(quick, dtype)
-        start_s = time.perf_counter()
         for turn in range(effort.rounds):
-            if turn > 1 and time.perf_counter() - start_s > ENOUGH_S:
-                break
             for what, pieces in work.groups().items():
                 on_progress(f"{what}, round {turn + 1} of {effort.rounds}")
-                measure(pieces, Effort(1, effort.turn_s))
+                measure(pieces, Effort(1, effort.turn_s), clock, reserve_s)
         rates = work.rates(torch.get_num_threads())
         del work
-        return rates.model_copy(update={"fixed": measure_in_place(rates, dtype, quick, on_progress)})
+        return rates.model_copy(update={"fixed": measure_in_place(rates, dtype, quick, on_progress, clock)})
     finally:
         torch.set_num_threads(before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from lamella.probe.cuda import measure_gpus
 from lamella.probe.imports import import_bytes
 from lamella.probe.memory import SHAPES, copy_rate, dequantise_rate
 from lamella.probe.rates import measure_kernels
-from lamella.probe.timing import Effort
+from lamella.probe.timing import Clock, Effort
 from lamella.units import format_bytes
 
 Which = Literal["auto", "cpu", "cuda", "all"]
@@ -42,6 +43,7 @@ class Plan:
         disk_bytes, disk_s: written and read, and how long each at most.
         children: whether processes are started for collectives and for the memory of imports.
         parts: that are told of on a CPU, for progress.
+        limit_s: of the whole; rounds and settings are left out where a slow machine would take longer.
     """
 
     effort: Effort
@@ -50,10 +52,11 @@ class Plan:
     children: bool
     quick: bool
     parts: int
+    limit_s: float = math.inf
 
 
-FULL = Plan(Effort(3, 0.2), 1 << 30, 5.0, True, False, 25)
-QUICK = Plan(Effort(2, 0.03), 128 << 20, 0.8, False, True, 10)
+FULL = Plan(Effort(3, 0.2), 1 << 30, 5.0, True, False, 25, 52.0)
+QUICK = Plan(Effort(2, 0.03), 128 << 20, 0.8, False, True, 10, 6.0)
 CHILD_LIMIT_S = 60.0
 
 
@@ -73,7 +76,7 @@ def measure_machine(
     Raises:
         UserError: GPUs are asked for and there are none, or the folder is not there.
     """
-    gpus = _gpus_asked(which)
+    gpus, clock = _gpus_asked(which), Clock(plan.limit_s)
     began = datetime.datetime.now().astimezone()
     facts = host_facts()
     notes = _busy_notes(facts)
@@ -90,7 +93,9 @@ def measure_machine(
     elif which != "cpu":
         notes.append(_no_gpus())
     if which in ("cpu", "all") or not gpus:
-        devices.append(measure_cpu(plan, facts, copy_bytes_per_s, on_progress))
+        devices.append(measure_cpu(plan, facts, copy_bytes_per_s, on_progress, clock))
+    if clock.cut:
+        notes.append(f"slow or busy: some rounds were left out to end in time ({plan.limit_s:g} s)")
     on_progress("disk")
     disk = measure_disk(folder.resolve(), plan.disk_bytes, plan.disk_s, files)
     notes += disk.notes
@@ -115,7 +120,7 @@ def measure_machine(
 
 
 def measure_cpu(
-    plan: Plan, facts: HostFacts, copy_bytes_per_s: float, on_progress: Callable[[str], None]
+    plan: Plan, facts: HostFacts, copy_bytes_per_s: float, on_progress: Callable[[str], None], clock: Clock
 ) -> DeviceFacts:
     """The host's cores together, with the threads that training takes."""
     dtype = native_dtype(_CPU)
@@ -124,7 +129,7 @@ def measure_cpu(
     rates = {d: matmul_rate(_CPU, d) for d in asked}
     shapes = {shape: dequantise_rate(_CPU, plan.effort, shape) for shape in SHAPES}
     start_s = time.perf_counter()
-    detailed = measure_kernels(None, plan.quick, on_progress)
+    detailed = measure_kernels(None, plan.quick, on_progress, clock)
     return DeviceFacts(
         name=facts.cpu, kind="cpu", memory_bytes=facts.limit_bytes, free_bytes=min(facts.free_bytes, facts.limit_bytes),
         matmul_flops_per_s=rates[dtype].best, dtype="bf16" if dtype == torch.bfloat16 else "fp32",

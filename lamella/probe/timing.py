@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -50,8 +51,28 @@ class Piece(Generic[Key]):
         return statistics.median(self.seconds)
 
 
-def measure(pieces: Sequence[Piece[Key]], effort: Effort) -> None:
-    """All rounds of all pieces."""
+@dataclass
+class Clock:
+    """How much time there is. What is past its end takes no further round; every figure has one round at least.
+
+    Attributes:
+        limit_s: from the clock's making on; cut: whether anything was left out for lack of time.
+    """
+
+    limit_s: float = math.inf
+    cut: bool = False
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def over(self, reserve_s: float = 0.0) -> bool:
+        """Whether less than `reserve_s` is left; asked before work that may be left out."""
+        over = time.perf_counter() - self.start_s > self.limit_s - reserve_s
+        self.cut |= over
+        return over
+
+
+def measure(pieces: Sequence[Piece[Key]], effort: Effort, clock: Clock | None = None, reserve_s: float = 0.0) -> None:
+    """All rounds of all pieces; while `clock` leaves less than `reserve_s`, only those that were never run."""
     for _ in range(effort.rounds):
         for piece in pieces:
-            piece.turn(effort.turn_s)
+            if clock is None or not piece.seconds or not clock.over(reserve_s):
+                piece.turn(effort.turn_s)

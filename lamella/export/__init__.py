@@ -1,0 +1,1 @@
+"""What leaves Lamella: adapters in other engines' layouts, merged models, and the proof that they say the same."""
