@@ -61,7 +61,7 @@ class Meter:
         if now_s - self._printed_s >= 15:  # logs get a line now and then, not a bar
             self._printed_s = now_s
             rate = self.done / max(now_s - self._start_s, 1e-9)
-            left_s = (self.total - self.done) / rate if rate > 0 else float("inf")
+            left_s = max(self.total - self.done, 0) / rate if rate > 0 else float("inf")
             speed = format_bytes(rate) if self.unit == "B" else f"{format_count(rate)} {self.unit}"
             left = format_seconds(left_s) if left_s != float("inf") else "?"
             notice(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SMALL_PARAMETERS = 2_000_000_000
 """Up to this size `auto` computes in fp32: then nothing but the weights differs."""
 MICRO_BATCH_TOKENS = 4096
-LOGITS_BYTES = 64 << 20
+LOGITS_BYTES = 32 << 20
 """Of one model's fp32 logits at once."""
 
 
@@ -185,10 +186,14 @@ def divergences(
     rows = [(list(ids), [False] + [True] * (len(ids) - 1)) for ids in texts if len(ids) > 1]
     if not rows:
         raise UserError("no text of two tokens or more to compare the models on", fix="give longer texts")
-    opened = {"a": open_values(a), **{name: open_values(model) for name, model in others.items()}}
-    side = SideBySide(resolve_dtype(dtype, opened["a"]), hold_bytes)
-    try:
-        models = {"a": a, **others}
+    models = {"a": a, **others}
+    with ExitStack() as at_end:
+        opened: dict[str, Values] = {}
+        for name, model in models.items():
+            opened[name] = open_values(model)
+            at_end.callback(opened[name].close)
+        side = SideBySide(resolve_dtype(dtype, opened["a"]), hold_bytes)
+        at_end.callback(side.close)
         sources = [side.add(_title(models[name]), values, models[name].adapter) for name, values in opened.items()]
         packed = [[rows[i] for i in group] for group in pack_lengths([len(ids) for ids, _ in rows], micro_batch_tokens)]
         batches = [pack_rows(group) for group in packed]
@@ -197,10 +202,6 @@ def divergences(
         hidden = side.hidden(batches, lambda tokens: advance(tokens / passes))
         tallies = _compare(sources, hidden, batches, lambda tokens: advance(tokens * len(sources) * head / passes))
         return {name: tally.result(len(rows)) for name, tally in zip(others, tallies, strict=True)}
-    finally:
-        side.close()
-        for values in opened.values():
-            values.close()
 
 
 def _head_layers(source: LayerSource) -> float:

@@ -40,7 +40,7 @@ class Limits:
 FINE = Limits(kl_mean=0.06, perplexity_ratio=1.05, top1_agreement=0.88)
 """Twice the KL that 4 bit costs a healthy model that is hard to quantise (LLaMA 3 8B)."""
 POOR = Limits(kl_mean=0.4, perplexity_ratio=1.5, top1_agreement=0.72)
-"""What 2 bit costs that model."""
+"""About what it loses with 2 bit."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lamella import kernels
@@ -19,8 +20,9 @@ from lamella.store.manifest import MANIFEST_NAME
 from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 from lamella.store.reader import Store
 from tests.checkpoint.helpers import embedding, layer_config, write_tensors
+from tests.checkpoint.packed_writers import write_packed
 from tests.engine.test_families import FAMILIES
-from tests.fixtures import moe_config, write_checkpoint
+from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.store.packed_sources import write_mxfp4
 
 
@@ -219,6 +221,49 @@ def test_a_quantised_source_can_be_kept_whole(gpt_oss, tmp_path):
     assert whole.records[name].dtype == "bfloat16"
     x = own.dequantize(name, torch.empty(own.records[name].shape))
     assert torch.equal(whole.raw(name).float(), x)
+
+
+@pytest.fixture(scope="module")
+def bnb(tmp_path_factory):
+    """A dense model in bitsandbytes' NF4, nested scales, blocks of 128, and in its int8."""
+    root = tmp_path_factory.mktemp("bnb")
+    plain = write_checkpoint(root / "plain", dense_config(), dtype=torch.bfloat16)
+    return {way: write_packed(way, plain, root / way) for way in ("bnb-nf4", "bnb-int8")}
+
+
+def test_b44_bitsandbytes_weights_are_taken_over_bit_for_bit(bnb, tmp_path):
+    for way, kind in (("bnb-nf4", "nf4"), ("bnb-int8", "int8")):
+        written = bnb[way]
+        manifest = quantize_checkpoint(
+            written.path, tmp_path / way, QuantizeSettings(block_size=128, double_quant=False)
+        )
+        store = Store.open(tmp_path / way)
+        for i in range(2):
+            packed = store.load(i)
+            for record in store.records(i):
+                values = written.values[record.name]
+                found = packed.dequantize(record.name, torch.empty(record.shape))
+                assert torch.equal(found, values.view(record.shape)), record.name
+                assert (record.format == kind) is (record.name in written.packed)
+                if record.name in written.packed and kind == "nf4":
+                    assert (record.block_size, record.double_quant) == (
+                        64,
+                        True,
+                    )  # the source's own, not those asked for
+        assert any(f"14 tensors keep their source's {kind}" in line for line in manifest.notices)
+        assert store.verify() == []
+
+
+def test_b44_a_nested_key_that_is_missing_in_the_source_is_named(bnb, tmp_path):
+    broken = shutil.copytree(bnb["bnb-nf4"].path, tmp_path / "broken")
+    gone = "model.layers.1.mlp.up_proj.weight.nested_absmax"
+    tensors = load_file(broken / "model.safetensors")
+    del tensors[gone]
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        quantize_checkpoint(broken, tmp_path / "store")
+    assert gone in str(caught.value)
+    assert "layer" in str(caught.value)
 
 
 def edited(store, change) -> str:
