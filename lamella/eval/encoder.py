@@ -35,7 +35,7 @@ class StoreEncoder:
         """
         template = system = None
         if adapter is not None:
-            template, system = _own_template(adapter / "chat_template.jinja"), _own_system(adapter)
+            template, system = _own_template(adapter / "chat_template.jinja"), own_system(adapter)
         return cls(Encoder(load_tokenizer(folder), chat_template=template, system=system))
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -70,7 +70,7 @@ def _own_template(path: Path) -> str | None:
         raise UserError(f"chat template cannot be read: {error}", fix="save the adapter again", path=path) from error
 
 
-def _own_system(adapter: Path) -> str | None:
+def own_system(adapter: Path) -> str | None:
     """`data.system` of the adapter's training; None for adapters that carry none."""
     system = read_facts(adapter).get("system")
     if system is not None and not isinstance(system, str):

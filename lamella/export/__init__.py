@@ -1,1 +1,1 @@
-"""Adapters and models in the forms that other engines read, with all that belongs to them."""
+"""What leaves Lamella: adapters in other engines' layouts, merged models, and the proof that they say the same."""
