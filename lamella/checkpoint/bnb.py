@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lamella.checkpoint.header import TensorInfo
-from lamella.checkpoint.numbers import Bytes, Floats, decoded, pairs
+from lamella.checkpoint.numbers import Bytes, Floats, decoded, halves, pairs
 from lamella.checkpoint.packing import PIECE_VALUES, Method, Native, Packing, Read, whole_rows
 from lamella.errors import UserError
 
@@ -55,7 +55,7 @@ class FourBit:
         end = min(-(-(first + out.size) // self.block) * self.block, self.tensor.numel)
         raw = np.empty(-(-(end - start) // 2), np.uint8)
         self.read(self.parts["weight"], start // 2, raw.data)
-        found = np.take(self._pairs, raw, axis=0).reshape(-1)[: end - start]
+        found = halves(raw, self._pairs)[: end - start]
         whole = found.size // self.block * self.block
         blocks = slice(start // self.block, (start + whole) // self.block)
         found[:whole].reshape(-1, self.block)[...] *= self._absmax[blocks, None]

@@ -133,8 +133,10 @@ def blocks_of(weight: TensorInfo, scale: TensorInfo, declared: Sequence[int] | N
     shape, grid = weight.shape, scale.shape
     if prod(grid) == 1:
         return tuple(max(n, 1) for n in shape)
-    if len(grid) < len(shape) and grid == shape[: len(grid)]:
-        grid += (1,) * (len(shape) - len(grid))  # [O] of [O, I], [E] of [E, O, I]
+    while len(grid) < len(shape) and grid[-1] == 1:
+        grid = grid[:-1]
+    if grid == shape[: len(grid)]:
+        grid += (1,) * (len(shape) - len(grid))  # [O] of [O, I]; [E] or [E, 1] of [E, O, I]
     if declared is not None and len(shape) >= 2:
         blocks = (1,) * (len(shape) - 2) + tuple(declared)
         if tuple(map(ceil_div, shape, blocks)) == grid:

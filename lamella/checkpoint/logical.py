@@ -179,7 +179,7 @@ def _join_fp8(found: dict[str, TensorInfo], settings: Mapping[str, Any], notices
         del found[name]
     if activations:
         notices.append(f"left out: {len(activations)} scales of activations and caches, first {activations[0]}")
-    derived = set[tuple[int, ...]]()
+    derived = set[str]()
     for weight in [t for t in found.values() if t.dtype in fp8.DTYPES]:
         if weight.name.endswith("_scale"):
             raise UserError(f"scales {weight.name!r} are FP8: values of 4 bits with such scales (NVFP4) are not read",
@@ -192,11 +192,13 @@ def _join_fp8(found: dict[str, TensorInfo], settings: Mapping[str, Any], notices
         made = fp8.pack(weight, found.pop(names[0]), declared)
         found[weight.name] = made
         assert made.packing is not None
-        if declared is None:
-            derived.add(made.packing.settings["blocks"][-2:])
-    told = [f"{b[0]} x {b[1]}" for b in sorted(derived) if len(b) == 2 and min(b) > 1]
-    if told:
-        notices.append(f"config.json has no weight_block_size: FP8 blocks of {', '.join(told)} follow from the scales")
+        blocks = made.packing.settings["blocks"]
+        if declared is None and any(1 < block < size for block, size in zip(blocks, made.shape, strict=True)):
+            derived.add(" x ".join(map(str, blocks[-2:])))
+    if derived:
+        notices.append(
+            f"config.json has no weight_block_size: FP8 blocks of {', '.join(sorted(derived))} follow from the scales"
+        )
     _refuse_left_over(found)
 
 

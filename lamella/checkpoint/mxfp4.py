@@ -14,8 +14,8 @@ from math import prod
 import numpy as np
 
 from lamella.checkpoint.header import TensorInfo
-from lamella.checkpoint.numbers import E2M1, E8M0, Bytes, Floats, pairs
-from lamella.checkpoint.packing import PIECE_VALUES, Native, Packing, Read, whole_rows
+from lamella.checkpoint.numbers import E2M1, E8M0, Bytes, Floats, halves, pairs
+from lamella.checkpoint.packing import Native, Packing, Read, whole_rows
 from lamella.errors import UserError
 
 BLOCK = 32
@@ -67,35 +67,38 @@ class Mxfp4:
         return raw
 
     def _swapped(self, first: int, out: Floats) -> None:
-        """[E, I, O] from what lies as [E, O, I]."""
+        """[E, I, O] from what lies as [E, O, I], 32 rows at a time."""
         _, inputs, outputs = self.tensor.shape
         done = 0
         while done < out.size:
             row, column = divmod(first + done, outputs)
             expert, i = divmod(row, inputs)
-            rows = min(inputs - i, -(-(column + out.size - done) // outputs), max(BLOCK, PIECE_VALUES // outputs))
-            found = self._rows(expert, i, rows).reshape(-1)[column:]
-            part = min(found.size, out.size - done)
-            out[done : done + part] = found[:part]
+            blocks, scales = self._of_expert(expert)
+            found = _decoded(blocks[i // BLOCK], scales[i // BLOCK]).T[i % BLOCK :]  # [32 - i % 32, O]
+            whole = 0 if column else min(len(found), (out.size - done) // outputs)
+            if whole:
+                part = whole * outputs
+                out[done : done + part].reshape(whole, outputs)[...] = found[:whole]
+            else:
+                part = min(outputs - column, out.size - done)
+                out[done : done + part] = found[0, column : column + part]
             done += part
 
-    def _rows(self, expert: int, first: int, count: int) -> Floats:
-        """[count, O]: rows of one expert."""
-        _, inputs, outputs = self.tensor.shape
-        if self._expert is None or self._expert[0] != expert:
+    def _of_expert(self, expert: int) -> tuple[Bytes, Bytes]:
+        """[I / 32, O, 16] and [I / 32, O] of one expert."""
+        kept = self._expert
+        if kept is None or kept[0] != expert:
+            _, inputs, outputs = self.tensor.shape
             groups = outputs * inputs // BLOCK
             blocks = self._bytes(self.blocks, expert * groups * 16, groups * 16).reshape(outputs, -1, 16)
-            self._expert = expert, blocks, self._bytes(self.scales, expert * groups, groups).reshape(outputs, -1)
-        _, blocks, scales = self._expert
-        start, end = first // BLOCK, -(-(first + count) // BLOCK)
-        found = _decoded(np.ascontiguousarray(blocks[:, start:end]), np.ascontiguousarray(scales[:, start:end]))
-        found = found.reshape(outputs, -1)[:, first - start * BLOCK :][:, :count]
-        return np.ascontiguousarray(found.T)
+            scales = self._bytes(self.scales, expert * groups, groups).reshape(outputs, -1)
+            kept = self._expert = expert, np.ascontiguousarray(blocks.swapaxes(0, 1)), np.ascontiguousarray(scales.T)
+        return kept[1], kept[2]
 
 
 def _decoded(blocks: Bytes, scales: Bytes) -> Floats:
     """[n, 32] values of n blocks."""
-    found = np.take(_VALUES, blocks.reshape(-1), axis=0).reshape(-1, BLOCK)
+    found = halves(blocks.reshape(-1), _VALUES).reshape(-1, BLOCK)
     found *= E8M0[scales.reshape(-1, 1)]
     return found
 

@@ -10,11 +10,10 @@ e8m0   2^(byte - 127), 255 is NaN (same)
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lamella.checkpoint.header import DTYPE_BYTES
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -43,13 +42,27 @@ E8M0: Floats = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.
 E2M1: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """Value of each code of four bits."""
 
+_LOOK_UP = 1 << 15
 _TABLES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E8M0": E8M0}
 
 
-def pairs(table: Floats, high_first: bool) -> Floats:
-    """[256, 2]: both values of a byte with two codes, in the order in which they lie."""
+def pairs(table: Floats, high_first: bool) -> NDArray[np.uint64]:
+    """[256]: both values of a byte with two codes, as they lie side by side."""
     high, low = table[np.arange(256) >> 4], table[np.arange(256) & 15]
-    return np.stack([high, low] if high_first else [low, high], axis=1)
+    return np.stack([high, low] if high_first else [low, high], axis=1).view(np.uint64)[:, 0]
+
+
+def halves(raw: Bytes, values: NDArray[np.uint64]) -> Floats:
+    """[2 n] values of n bytes; `values`: from `pairs`."""
+    out = np.empty(raw.size, np.uint64)
+    _look_up(values, raw, out)
+    return out.view(np.float32)
+
+
+def _look_up(table: NDArray[Any], raw: Bytes, out: NDArray[Any]) -> None:
+    for first in range(0, raw.size, _LOOK_UP):  # numpy makes 8-byte indices: in the cache, not in memory
+        piece = slice(first, first + _LOOK_UP)
+        np.take(table, raw[piece], out=out[piece], mode="clip")  # with "raise" it fills a copy first
 
 
 def decode(raw: Bytes, dtype: str, out: Floats) -> None:
@@ -57,7 +70,7 @@ def decode(raw: Bytes, dtype: str, out: Floats) -> None:
     if dtype == "BF16":
         np.left_shift(raw.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
     elif dtype in _TABLES:
-        np.take(_TABLES[dtype], raw, out=out)
+        _look_up(_TABLES[dtype], raw, out)
     else:
         out[...] = raw.view(_VIEWS[dtype])
 
@@ -67,7 +80,3 @@ def decoded(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
     out = np.empty(prod(shape), np.float32)
     decode(raw, dtype, out)
     return out.reshape(shape)
-
-
-def itemsize(dtype: str) -> int:
-    return DTYPE_BYTES[dtype]

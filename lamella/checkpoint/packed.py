@@ -23,7 +23,8 @@ from lamella.errors import UserError
 
 COUNTED = ("compressed-tensors", "gptq", "awq")
 """Ways that are not read, whose weights can be counted."""
-_SIZED = ("fp8", "mxfp4", *COUNTED)
+_SIZED = ("fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes", *COUNTED)
+_LEFT_OUT = ("modules_to_not_convert", "ignore", "llm_int8_skip_modules")
 _SIDE = re.compile(
     r"(_scale|_scale_2|_zero_point|_global_scale|_shape|_g_idx|\.input_scale|\.activation_scale|\.output_scale)$"
 )
@@ -152,7 +153,8 @@ def disk_rule(config: Mapping[str, Any]) -> DiskRule:
         return DiskRule(
             note=f"quant_method {method!r}: bytes of the checkpoint are counted as if it were not quantised"
         )
-    listed = [str(n) for n in settings.get("modules_to_not_convert") or settings.get("ignore") or ()]
+    named = next((settings[key] for key in _LEFT_OUT if settings.get(key)), ())
+    listed = [str(n) for n in named]
     plain = frozenset(n for n in listed if "*" not in n and not n.startswith("re:"))
     patterns = tuple(_pattern(n) for n in listed if n not in plain)
     return DiskRule(_weight_bytes(method, settings), plain, patterns, method == "mxfp4", method)
@@ -179,10 +181,28 @@ def _weight_bytes(method: str, settings: Mapping[str, Any]) -> Callable[[tuple[i
             rows, columns = block
             return lambda shape: prod(shape) + 4 * prod(shape[:-2]) * ceil(shape[-2] / rows) * ceil(shape[-1] / columns)
         return lambda shape: prod(shape) + 4
+    if method == "fbgemm_fp8":
+        return lambda shape: prod(shape) + 4 * prod(shape[:-1])
+    if method == "bitsandbytes":
+        return _bnb_bytes(settings)
     bits = bits_of(settings)
     group = settings.get("group_size") or _group_size(settings) or 128
     zeros = bits / 8 / group if method in ("gptq", "awq") else 0.0
     return lambda shape: round(prod(shape) * (bits / 8 + 2 / group + zeros))
+
+
+def _bnb_bytes(settings: Mapping[str, Any]) -> Callable[[tuple[int, ...]], int]:
+    """8-bit: a scale per row. 4-bit: blocks of 64, maps of 16 and 256 numbers, a `quant_state` of about 80 or 170 bytes."""
+    if not settings.get("load_in_4bit"):
+        return lambda shape: prod(shape) + 4 * prod(shape[:-1])
+    nested = bool(settings.get("bnb_4bit_use_double_quant"))
+
+    def nbytes(shape: tuple[int, ...]) -> int:
+        blocks = ceil(prod(shape) / 64)
+        scales = blocks + 4 * ceil(blocks / 256) + 1024 + 170 if nested else 4 * blocks + 80
+        return ceil(prod(shape) / 2) + scales + 64
+
+    return nbytes
 
 
 def _group_size(settings: Mapping[str, Any]) -> int | None:

@@ -5,13 +5,17 @@ from dataclasses import replace
 from math import ceil, prod
 
 import pytest
+import torch
 
 from lamella.checkpoint.architecture import tensor_shapes
-from lamella.checkpoint.packed import disk_rule
+from lamella.checkpoint.packed import disk_rule, unpacked
+from lamella.checkpoint.source import read_tensors
 from lamella.errors import UserError
 from lamella.forecast.describe import shape_of
 from tests.checkpoint.families import tiny
+from tests.checkpoint.packed_writers import write_packed
 from tests.checkpoint.published import CONFIGS
+from tests.fixtures import dense_config, write_checkpoint
 from tests.forecast.headers import write_headers
 
 
@@ -118,11 +122,31 @@ def test_real_weights_are_counted(way, tmp_path):
 
 def test_a_way_that_is_not_known(tmp_path):
     config = as_json(tiny("llama"))
-    packed = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    packed = {"quantization_config": {"quant_method": "hqq"}}
     tensors = {n: ("U8", s) for n, s in tensor_shapes(config).items()}
-    with pytest.raises(UserError, match="bitsandbytes"):
+    with pytest.raises(UserError, match="hqq"):
         shape_of(write_headers(tmp_path, {**config, **packed}, tensors))
-    assert any("bitsandbytes" in note for note in shape_of(tmp_path / "config.json").notes)
+    assert any("hqq" in note for note in shape_of(tmp_path / "config.json").notes)
+
+
+@pytest.mark.parametrize("way", ["bnb-nf4", "bnb-nf4-plain", "bnb-int8", "fp8-row"])
+def test_shapes_behind_packed_bytes(tmp_path, way):
+    """A forecast counts the weights of checkpoints that other libraries have written."""
+    source = write_checkpoint(tmp_path / "plain", dense_config(), dtype=torch.bfloat16, shards=1)
+    written = write_packed(way, source, tmp_path / "packed")
+    found, original = shape_of(written.path), shape_of(source)
+    assert plain(found) == plain(original)
+    assert found.checkpoint_bytes < original.checkpoint_bytes
+    by_rules = shape_of(written.path / "config.json")
+    assert by_rules.checkpoint_bytes == pytest.approx(found.checkpoint_bytes, rel=0.01)
+
+
+def test_shapes_that_headers_do_not_tell(tmp_path):
+    source = write_checkpoint(tmp_path / "plain", dense_config(), dtype=torch.bfloat16, shards=1)
+    written = write_packed("bnb-nf4", source, tmp_path / "packed")
+    config = json.loads((written.path / "config.json").read_text())
+    with pytest.raises(UserError, match="not in the headers"):
+        unpacked(read_tensors(written.path)[0], config)
 
 
 def test_modules_left_in_16_bit():

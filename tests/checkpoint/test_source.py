@@ -135,25 +135,6 @@ def test_no_decoder_layers(tmp_path):
     assert "no decoder layers found" in refusal(path)
 
 
-@pytest.mark.parametrize("where", ["top", "nested"])
-def test_quantised_by_config(dense, where):
-    config = json.loads((dense / "config.json").read_text())
-    mark = {"quantization_config": {"quant_method": "fp8"}}
-    config |= mark if where == "top" else {"text_config": mark}
-    (dense / "config.json").write_text(json.dumps(config))
-    message = refusal(dense)
-    assert "already quantised" in message
-    assert "fp8" in message
-
-
-def test_quantised_by_dtype(tmp_path):
-    packed = {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(4, 8, 16, dtype=torch.uint8)}
-    path = write_tensors(tmp_path / "c", layer_config(), {**embedding(), **packed})
-    message = refusal(path)
-    assert "gate_up_proj_blocks" in message
-    assert "already quantised" in message
-
-
 @pytest.mark.parametrize(
     ("content", "told"), [(b"{", "not valid JSON"), (b"[1]", "not a JSON object"), (b"\xff\xfe{", "cannot be read")]
 )
