@@ -1,9 +1,10 @@
-"""NF4 kernels beside bitsandbytes on this CPU, in one process: `python -m bench.kernels`.
+"""NF4, int8 and MXFP4 kernels beside bitsandbytes and transformers on this CPU, in one process: `python -m bench.kernels`.
 
 One JSON line a case. Rates are medians, all cores; the sides take turns, a few calls in a row each, the first of
 which is not counted: either side leaves caches, page tables and sleeping threads that are not the other's doing. `ours` writes into a
-buffer that is reused, as the layer walk does. The peer is measured twice: as its API must be used
-(a fresh output each time) and at its best (its C entry point called directly into a reused buffer).
+buffer that is reused, as the layer walk does. NF4's peer is measured twice: as its API must be used
+(a fresh output each time) and at its best (its C entry point called directly into a reused buffer). int8's is bitsandbytes'
+row-wise format (one scale a row), MXFP4's the function by which transformers undoes GPT-OSS' experts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 
 import bitsandbytes
 import torch
+import transformers
 from bitsandbytes import functional as peer
 from bitsandbytes.cextension import lib as peer_lib
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lamella import kernels
 
@@ -40,6 +43,7 @@ class Case:
     settings: str
     bar: float | None
     repeats: int
+    peer_name: str = f"bitsandbytes {bitsandbytes.__version__}"
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -66,7 +70,7 @@ def measure(case: Case) -> dict[str, object]:
         "ratio": round(peer_s / ours_s, 2),
         "ours_s": ours_s,
         "peer_s": peer_s,
-        "peer_name": f"bitsandbytes {bitsandbytes.__version__}",
+        "peer_name": case.peer_name,
         "peer_settings": case.settings,
         "backend": kernels.backend(),
         "threads": torch.get_num_threads(),
@@ -143,10 +147,69 @@ def quantize_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
             )
 
 
+def int8_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
+    weight = torch.randn(n // 1024, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    out = torch.zeros_like(weight)
+    amount = out.numel() * out.element_size()
+    for block in (1024, BLOCK_SIZE):
+        codes, scales = kernels.quantize_int8(weight, block)
+        name = f"int8 {'a row' if block == 1024 else f'blocks of {block}'} {label}"
+
+        def ours(codes: Tensor = codes, scales: Tensor = scales, block: int = block) -> object:
+            return kernels.dequantize_int8(codes, scales, out, block)
+
+        def make(codes: Tensor = codes, scales: Tensor = scales, block: int = block) -> object:
+            return kernels.quantize_int8(weight, block, codes=codes, scales=scales)
+
+        rows, absmax = codes.view(weight.shape), weight.abs().amax(1).float()
+
+        def undone(rows: Tensor = rows, absmax: Tensor = absmax) -> object:
+            return peer.int8_vectorwise_dequant(rows, absmax).to(torch.bfloat16)
+
+        half = weight.half()
+
+        def made(half: Tensor = half) -> object:
+            return peer.int8_vectorwise_quant(half)
+
+        yield Case(f"dequantize bf16 {name}", "GB/s out", amount, ours, undone, "int8_vectorwise_dequant, a row, to bf16",
+                   None, repeats)  # fmt: skip
+        yield Case(f"quantize bfloat16 {name}", "G elements/s", n, make, made, "int8_vectorwise_quant, a row, fp16", None,
+                   repeats)  # fmt: skip
+
+
+def mxfp4_cases(label: str, n: int, repeats: int) -> Iterator[Case]:
+    weight = torch.randn(4, n // 4096, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    out = torch.zeros_like(weight)
+    codes, scales = kernels.quantize_mxfp4(weight)
+    blocks, exponents = codes.view(4, n // 4096, 32, 16), scales.view(4, n // 4096, 32)
+
+    def ours() -> object:
+        return kernels.dequantize_mxfp4(codes, scales, out)
+
+    def undone() -> object:
+        return convert_moe_packed_tensors(blocks, exponents, dtype=torch.bfloat16)
+
+    def make() -> object:
+        return kernels.quantize_mxfp4(weight, codes=codes, scales=scales)
+
+    nf4_codes, nf4_absmax = kernels.quantize_nf4(weight, 64)
+
+    def nf4() -> object:
+        return kernels.quantize_nf4(weight, 64, codes=nf4_codes, absmax=nf4_absmax)
+
+    ours()
+    assert torch.equal(out.transpose(1, 2), convert_moe_packed_tensors(blocks, exponents, dtype=torch.bfloat16))
+    their_name = f"transformers {transformers.__version__}"
+    yield Case(f"dequantize bf16 mxfp4 {label}", "GB/s out", out.numel() * 2, ours, undone,
+               "convert_moe_packed_tensors, fresh output", None, repeats, their_name)  # fmt: skip
+    yield Case(f"quantize bfloat16 mxfp4 {label}", "G elements/s", n, make, nf4, "our own NF4, blocks of 64", None, repeats,
+               "lamella")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--only", choices=("dequantize", "quantize"))
+    parser.add_argument("--only", choices=("dequantize", "quantize", "int8", "mxfp4"))
     args = parser.parse_args()
     for label in args.sizes:
         n = SIZES[label]
@@ -154,6 +217,8 @@ def main() -> None:
         makers = {
             "dequantize": lambda label=label, n=n, small=small: dequantize_cases(label, n, 200 if small else 21),
             "quantize": lambda label=label, n=n, small=small: quantize_cases(label, n, 21 if small else 5),
+            "int8": lambda label=label, n=n, small=small: int8_cases(label, n, 100 if small else 11),
+            "mxfp4": lambda label=label, n=n, small=small: mxfp4_cases(label, n, 100 if small else 11),
         }
         for kind, make in makers.items():
             if args.only in (None, kind):

@@ -112,7 +112,14 @@ def test_real_weights_are_counted(way, tmp_path):
     folder = write_headers(tmp_path / "packed", {**config, "quantization_config": settings}, packed)
     (tmp_path / "config.json").write_text(json.dumps(config))
     found, by_rules, original = shape_of(folder), shape_of(folder / "config.json"), shape_of(tmp_path / "config.json")
-    assert plain(found) == plain(by_rules) == plain(original)
+    assert plain(found) == plain(by_rules)
+    if way == "mxfp4":  # a store keeps it: 4.25 bits a weight, where NF4 takes about 4.13
+        experts = {m.name: m.parameters for m in found.layers[0].matrices if m.kind == "experts"}
+        more = sum(n // 2 + n // 32 for n in experts.values()) - sum(n // 2 + n // 64 for n in experts.values())
+        kept, made = (shape.layers[0].store_bytes for shape in (found, original))
+        assert 0 < kept - made < more
+    else:
+        assert plain(found) == plain(original)
     on_disk = sum(
         p.stat().st_size - 8 - int.from_bytes(p.read_bytes()[:8], "little") for p in folder.glob("*.safetensors")
     )

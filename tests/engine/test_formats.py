@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from lamella.engine import Engine
+from lamella.engine.device import HostCopier
+from lamella.engine.weights import LayerWeights
 from lamella.models.layout import pack_rows
+from lamella.models.pieces import Cut
+from lamella.models.skeleton import Skeleton, load_config
 from lamella.store.formats import ClassFormats, Formats, NameRule
 from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 from lamella.store.reader import Store
@@ -88,3 +92,50 @@ def test_bf16_is_close_to_fp32(stored):
         _, gradients = step_gradients(engine, [ROWS])
         found[dtype] = torch.cat([g.flatten() for g in gradients.values()])
     assert relative_error(found["bf16"], found["fp32"]) < 0.1
+
+
+def whole_parameters(store, layer):
+    """Parameter -> its values in fp32, as the oracle's model has them."""
+    skeleton = Skeleton(load_config(store.path), torch.float32)
+    weights = LayerWeights(store, skeleton, torch.device("cpu"))
+    packed, found = store.load(layer), {}
+    for name, plan in weights.plans.items():
+        if plan.layer == layer:
+            found[name] = torch.empty(plan.shape)
+            for piece in plan.pieces:
+                piece.view(found[name]).copy_(packed.dequantize(piece.source, piece.view(found[name]).clone()))
+    return found
+
+
+CUTS = {"q_proj.weight": Cut(0, 16, 48), "k_proj.weight": Cut(0, 5, 23), "o_proj.weight": Cut(1, 0, 32)}
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["experts stay packed", "through slots"])
+def test_parts_of_every_format(stored, slots):
+    """What a rank holds of a layer, read by ranges, and layers that are copied to slots and dequantised whole."""
+    store, _, _ = stored
+    for parts in (False, True):
+        skeleton = Skeleton(load_config(store.path), torch.float32)
+        weights = LayerWeights(store, skeleton, torch.device("cpu"), copier=HostCopier() if slots else None)
+        cuts = {}
+        if parts:
+            for name, plan in weights.plans.items():
+                cut = next((c for end, c in CUTS.items() if name.endswith(end)), None)
+                cuts |= {} if cut is None else {name: cut}
+                if plan.layer is not None and len(plan.shape) == 3:
+                    cuts[name] = Cut(0, 1, 3)
+            weights.divide(cuts)
+        for i in range(store.manifest.num_layers):
+            weights.bind(i)
+            for name, whole in whole_parameters(store, i).items():
+                module, key = weights._owner(weights.plans[name])
+                wanted = cuts[name].of(whole) if name in cuts else whole
+                held = module.__dict__.get("lamella_packed")
+                if held is not None and key in held.plans:
+                    assert not slots
+                    experts = held.parameter(key, torch.float32)
+                    found = torch.stack([experts[e].clone() for e in range(experts.shape[0])])
+                else:
+                    found = getattr(module, key)
+                assert torch.equal(found, wanted), name
+        weights.close()
