@@ -33,5 +33,7 @@ def test_merged_model(config, made, tmp_path):
             plain.values(tensor, 0, a)
             ours.values(ours.tensors[name], 0, b)
             assert a.tobytes() == b.tobytes(), name
-    merged = merge(store.path, tmp_path / "adapter", tmp_path / "q8", "gguf q8_0", writer=gguf_writer("q8_0"), max_loss=1.0)
+    merged = merge(
+        store.path, tmp_path / "adapter", tmp_path / "q8", "gguf q8_0", writer=gguf_writer("q8_0"), max_loss=1.0
+    )
     assert merged.losses and all(0 < loss.loss.error < 1 for loss in merged.losses)
