@@ -142,7 +142,9 @@ class CheckpointBase:
             have = self.checkpoint.tensors.get(name)
             if have is None or tuple(have.shape) != tuple(shape):
                 what = "is not there" if have is None else f"has shape {list(have.shape)}, the store's {list(shape)}"
-                raise UserError(f"{name} {what}", path=self.checkpoint.path, fix="give the checkpoint that the store was made from")
+                raise UserError(
+                    f"{name} {what}", path=self.checkpoint.path, fix="give the checkpoint that the store was made from"
+                )
 
     def values(self, name: str, first: int, out: Tensor) -> None:
         self.checkpoint.values(self.checkpoint.tensors[name], first, out.numpy())

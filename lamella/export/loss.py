@@ -129,7 +129,9 @@ def refuse(losses: Sequence[TensorLoss], form: str, max_loss: float | None, slac
     """Raises `UserError` where `complaint` has one."""
     what = complaint(losses, form, max_loss, slack)
     if what:
-        raise UserError(what, fix=f"export {NEXT_WIDER.get(form, 'bf16')}, export the adapter beside the base, or raise --max-loss")
+        raise UserError(
+            what, fix=f"export {NEXT_WIDER.get(form, 'bf16')}, export the adapter beside the base, or raise --max-loss"
+        )
 
 
 def lines(losses: Sequence[TensorLoss], form: str) -> list[str]:

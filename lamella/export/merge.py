@@ -286,7 +286,9 @@ def _module_of(plan: ParamPlan, part: bool, skeleton: Skeleton) -> tuple[str | N
     if plan.layer is None:
         module = skeleton.model.get_submodule(path)
     else:
-        module = skeleton.layers[plan.layer].get_submodule(path.removeprefix(f"{skeleton.prefix}.{plan.layer}").lstrip("."))
+        module = skeleton.layers[plan.layer].get_submodule(
+            path.removeprefix(f"{skeleton.prefix}.{plan.layer}").lstrip(".")
+        )
     if isinstance(module, nn.Linear):
         return path, leaf == "weight" and not part
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and len(plan.shape) == 3:
@@ -402,7 +404,9 @@ def _stream(
             source = job.source(target.name)
             made.tensor(target, source)
             if target.name in job.deltas:
-                assert source.loss.values == target.numel, f"{target.name}: the writer told of {source.loss.values} values"
+                assert source.loss.values == target.numel, (
+                    f"{target.name}: the writer told of {source.loss.values} values"
+                )
                 losses.append(_loss_of(job, target.name, source.loss))
             meter.advance(target.numel)
             last = number + 1 == len(job.targets) or layer_of[job.targets[number + 1].name] != layer_of[target.name]
@@ -452,7 +456,9 @@ def _notices(
 ) -> tuple[str, ...]:
     told = list(made.notices)
     if unchanged:
-        told.append(f"{len(unchanged)} adapted tensors hold the base's very values: rounding ate their delta, first {unchanged[0]}")
+        told.append(
+            f"{len(unchanged)} adapted tensors hold the base's very values: rounding ate their delta, first {unchanged[0]}"
+        )
     if form not in DTYPES:
         told.append(f"{form} rounds the merged weights again; the figures above say what that leaves of the adapter")
     if difference is not None:

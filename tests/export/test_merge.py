@@ -119,7 +119,9 @@ def test_nf4_with_experts_has_a_weight_an_expert(tuned, tmp_path):
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     assert files[name].shape == (64 * 24 // 2, 1)
     assert name + ".quant_state.bitsandbytes__nf4" in files
-    assert "model.layers.0.mlp.experts" not in config_of(tmp_path / "out")["quantization_config"]["llm_int8_skip_modules"]
+    assert (
+        "model.layers.0.mlp.experts" not in config_of(tmp_path / "out")["quantization_config"]["llm_int8_skip_modules"]
+    )
 
 
 def test_fp8_blocks_have_their_own_scales(tuned, tmp_path):
@@ -164,7 +166,9 @@ def test_shards_index_and_the_file_that_is_taken_away(tuned, tmp_path):
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
     assert Checkpoint.open(merged.path).facts.num_layers == 2
-    taken = merge(case.store.path, case.adapter, tmp_path / "none", "bf16", shard_bytes=60_000, finished=lambda f: f.unlink())
+    taken = merge(
+        case.store.path, case.adapter, tmp_path / "none", "bf16", shard_bytes=60_000, finished=lambda f: f.unlink()
+    )
     assert not list(taken.path.glob("*.safetensors"))
 
 

@@ -86,7 +86,10 @@ def pack_mxfp4(source):
         tensors[f"{name}_scales"] = scales.view(experts, out, inputs // 32)
     save_file(tensors, file, metadata={"format": "pt"})
     config = config_of(source)
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }
     (source / "config.json").write_text(json.dumps(config))
 
 
@@ -111,7 +114,9 @@ def test_b29_experts_of_an_mxfp4_checkpoint(tmp_path):
 
 def write_fp8(folder):
     """A dense checkpoint whose linear layers are block-scaled FP8."""
-    source = write_checkpoint(folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16)
+    source = write_checkpoint(
+        folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16, std=0.03
+    )
     file = source / "model.safetensors"
     tensors = load_file(file)
     for name in [n for n in tensors if "_proj" in n]:
@@ -137,10 +142,11 @@ def test_b75_an_fp8_base(form, tmp_path):
     if form == "bf16":
         assert {t.dtype for t in files.values()} == {torch.bfloat16}
         assert not any("scale" in name for name in files)
-        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 0.05
+        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 1e-2
+        assert (case.bare - case.tuned).abs().max() > 0.1
     else:
         assert files["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
-        assert divergence(case.tuned, logits_of(load(merged.path))) < 0.02 * divergence(case.tuned, case.bare)
+        assert divergence(case.tuned, logits_of(load(merged.path))) < 0.05 * divergence(case.tuned, case.bare)
     onto = weights_of(merge(store.path, case.adapter, tmp_path / "onto", "fp32", onto=source, max_loss=1.0).path)
     truth = weights_of(merge(store.path, case.adapter, tmp_path / "truth", "fp32").path)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -200,7 +206,13 @@ def test_b74_error_of_the_recovered_delta(size):
     delta *= size / delta.abs().mean()
     merged = base + delta
     again = dequantize_nf4(*quantize_nf4(merged), torch.empty(256, 256))
-    stored = [again, merged.bfloat16().float(), merged.half().float(), original + delta, dequantize_fp8(*quantize_fp8(merged))]
+    stored = [
+        again,
+        merged.bfloat16().float(),
+        merged.half().float(),
+        original + delta,
+        dequantize_fp8(*quantize_fp8(merged)),
+    ]
     losses = []
     for one in stored:
         losses.append(Loss())

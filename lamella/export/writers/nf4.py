@@ -108,7 +108,10 @@ class Nf4Writer(PlainWriter):
         for first, count in _pieces(n):
             got = torch.empty(count)
             dequantize_nf4(
-                codes[first // 2 : (first + count) // 2], scales[first // BLOCK : -(-(first + count) // BLOCK)], got, BLOCK
+                codes[first // 2 : (first + count) // 2],
+                scales[first // BLOCK : -(-(first + count) // BLOCK)],
+                got,
+                BLOCK,
             )
             source.stored(first, got)
 

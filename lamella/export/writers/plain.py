@@ -105,5 +105,3 @@ class PlainWriter:
         packed = {t.module for t in self.targets if taken(t)}
         left = {t.module for t in self.targets if t.module is not None} - packed
         return sorted(m for m in left | {self.head} if m is not None)
-
-
