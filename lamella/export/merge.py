@@ -16,19 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lamella import __version__
-from lamella.adapter.read import AdapterFile, describe
-from lamella.checkpoint.marks import plain_config
-from lamella.checkpoint.source import read_json
 from lamella.console import notice, progress
 from lamella.errors import UserError
 from lamella.export import travel
-from lamella.export.adapter_base import open_base
-from lamella.export.adapters import check_base
-from lamella.export.base import Base, CheckpointBase, StoreBase
-from lamella.export.delta import DeltaOf, PairFile, plan_deltas
+from lamella.export.delta import PairFile
+from lamella.export.job import MergeJob, said_dtype
 from lamella.export.loss import Loss, TensorLoss, by_class, complaint, lines, refuse, worst
 from lamella.export.writers import PIECE_VALUES, ModelWriter, Target, gguf
 from lamella.export.writers.fp8 import Fp8Writer
@@ -36,13 +30,9 @@ from lamella.export.writers.nf4 import Nf4Writer
 from lamella.export.writers.plain import DTYPES, PlainWriter
 from lamella.export.writers.shards import SHARD_BYTES
 from lamella.files import file_checksum, free_bytes, fsync_path, write_json
-from lamella.models.binding import plan_binding
-from lamella.models.pieces import ParamPlan
-from lamella.models.skeleton import Skeleton
 from lamella.quality.divergence import Base as Checkpointed
 from lamella.quality.divergence import Divergence, Model, Stored, divergences
 from lamella.store.journal import check_writable, partial_path
-from lamella.store.manifest import TensorRecord
 from lamella.store.reader import Store
 from lamella.units import format_bytes, format_seconds
 
@@ -125,70 +115,6 @@ def _told(loss: Loss) -> dict[str, float]:
     return {"error": loss.error, "kept": loss.kept, "mean_delta": loss.mean_delta, "values": loss.values}
 
 
-class _Adapted:
-    """`Source` of one stored tensor: base, and what the adapter adds."""
-
-    def __init__(self, name: str, base: Base, delta: DeltaOf | None, pairs: PairFile | None) -> None:
-        self.name, self.base, self.delta, self.pairs = name, base, delta, pairs
-        self.loss = Loss()
-        self._last: tuple[int, Tensor, Tensor] | None = None
-
-    def values(self, first: int, out: Tensor) -> None:
-        self.base.values(self.name, first, out)
-        if self.delta is not None and self.pairs is not None:
-            added = torch.empty(out.numel())
-            self.delta.values(self.pairs, first, added)
-            self._last = first, out.clone(), added
-            out += added
-
-    def stored(self, first: int, got: Tensor) -> None:
-        if self.delta is None:
-            return
-        if self._last is None or self._last[0] != first or self._last[1].numel() != got.numel():
-            self.values(first, torch.empty(got.numel()))
-        assert self._last is not None
-        _, base, delta = self._last
-        self._last = None
-        self.loss.add(got, base, delta)
-
-    def nf4_parts(self, block_size: int) -> Mapping[str, Tensor] | None:
-        return None if self.delta is not None else self.base.nf4_parts(self.name, block_size)
-
-
-class _Job:
-    """Everything that is known before the first value; `pairs` is None where there is no adapter."""
-
-    def __init__(self, store: Store, adapter: Path | None, onto: str | Path, layout: str | None) -> None:
-        manifest = store.manifest
-        self.store, self.adapter, self.of = store, adapter, open_base(store.path)
-        self.skeleton = self.of.skeleton
-        self.records: dict[str, TensorRecord] = {r.name: r for _, group in manifest.groups() for r in group.tensors}
-        self.plans = plan_binding(self.skeleton, self.of.shapes, str(store.path))
-        self.pairs: PairFile | None = None
-        self.deltas: dict[str, DeltaOf] = {}
-        if adapter is not None:
-            file = AdapterFile(adapter, self.skeleton, layout)
-            check_base(file, self.of)
-            for line in (*(() if file.layout.name == "peft" else (describe(file),)), *file.notes):
-                notice(line)
-            self.pairs = PairFile(file)
-            self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
-        self.of_store = StoreBase(store)
-        self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, self.of.shapes)
-        self.config = {
-            **plain_config(read_json(store.path / "config.json")), "tie_word_embeddings": manifest.tie_word_embeddings
-        }  # fmt: skip
-        self.targets = _targets(self)
-
-    @property
-    def head(self) -> str:
-        wanted = self.skeleton.model.get_output_embeddings()
-        return next((name for name, module in self.skeleton.model.named_modules() if module is wanted), "lm_head")
-
-    def source(self, name: str) -> _Adapted:
-        return _Adapted(name, self.base, self.deltas.get(name), self.pairs)
-
-
 def merge(
     store: Path,
     adapter: Path,
@@ -234,7 +160,7 @@ def merge(
     if out.exists():
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
-    job = _Job(opened, adapter, onto, layout)
+    job = MergeJob(opened, adapter, onto, layout)
     assert job.pairs is not None
     with torch.inference_mode():
         if writer is None:
@@ -278,7 +204,7 @@ def write_base(store: Path, out: Path, form: str = "fp32") -> None:
     if out.exists():
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
-    job = _Job(opened, None, "store", None)
+    job = MergeJob(opened, None, "store", None)
     check_writable(out)
     with torch.inference_mode(), _partial_folder(out) as partial:
         order = Order(partial, job.targets, job.head, job.config, _small_files(opened, None))
@@ -291,34 +217,6 @@ def write_base(store: Path, out: Path, form: str = "fp32") -> None:
 
 
 # ---- before -------------------------------------------------------------------------------------
-
-
-def _targets(job: _Job) -> list[Target]:
-    place = {piece.source: (plan, bool(piece.at)) for plan in job.plans.values() for piece in plan.pieces}
-    narrow = _said_dtype(job.config) in ("bfloat16", "float16")
-    found = []
-    for name, record in job.records.items():
-        plan, part = place.get(name, (None, False))
-        module, linear = (None, False) if plan is None else _module_of(plan, part, job.skeleton)
-        wide = record.format == "raw" and record.dtype == "float32" and narrow
-        found.append(Target(name, tuple(record.shape), record.dtype, record.tensor_class, module, linear, wide))
-    return found
-
-
-def _module_of(plan: ParamPlan, part: bool, skeleton: Skeleton) -> tuple[str | None, bool]:
-    """The linear layer or experts' module behind a parameter, and whether a stored tensor of it is a matrix [out, in]."""
-    path, _, leaf = plan.name.rpartition(".")
-    if plan.layer is None:
-        module = skeleton.model.get_submodule(path)
-    else:
-        module = skeleton.layers[plan.layer].get_submodule(
-            path.removeprefix(f"{skeleton.prefix}.{plan.layer}").lstrip(".")
-        )
-    if isinstance(module, nn.Linear):
-        return path, leaf == "weight" and not part
-    if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and len(plan.shape) == 3:
-        return path, part and not bool(module.is_transposed)
-    return None, False
 
 
 def _writer(
@@ -338,7 +236,7 @@ def _writer(
             raise UserError(f"dtype {dtype!r} with form {form!r}", fix="leave dtype out; the form says it")
         return PlainWriter(partial, targets, form, head=order.head, shard_bytes=shard_bytes, finished=finished)
     if dtype is None:
-        dtype = "fp16" if _said_dtype(order.config) == "float16" else "bf16"
+        dtype = "fp16" if said_dtype(order.config) == "float16" else "bf16"
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known", fix=f"give one of {', '.join(DTYPES)}")
     if form == "nf4":
@@ -347,11 +245,7 @@ def _writer(
     return Fp8Writer(partial, targets, dtype, head=order.head, shard_bytes=shard_bytes, finished=finished)
 
 
-def _said_dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "")
-
-
-def _settled_form(job: _Job, form: str, max_loss: float | None) -> str:
+def _settled_form(job: MergeJob, form: str, max_loss: float | None) -> str:
     """The narrowest dtype that keeps the delta for "auto"; any other is only looked at, so that a refusal comes early."""
     if form == "auto":
         for name in ("bf16", "fp16"):
@@ -365,7 +259,7 @@ def _settled_form(job: _Job, form: str, max_loss: float | None) -> str:
     return form
 
 
-def _survey(job: _Job, form: str) -> list[TensorLoss]:
+def _survey(job: MergeJob, form: str) -> list[TensorLoss]:
     """The loss in a plain dtype of the first piece of some tensors of each class, evenly over the model."""
     named: dict[str, list[str]] = {}
     for name, delta in job.deltas.items():
@@ -380,7 +274,7 @@ def _survey(job: _Job, form: str) -> list[TensorLoss]:
             if not bool(torch.isfinite(rounded).all()) and form == "fp16":
                 rounded = torch.zeros_like(values)  # all of it is lost
             source.stored(0, rounded)
-            found.append(_loss_of(job, name, source.loss))
+            found.append(job.loss_of(name, source.loss))
     return found
 
 
@@ -413,13 +307,8 @@ def _partial_folder(out: Path) -> Any:
 # ---- the walk -----------------------------------------------------------------------------------
 
 
-def _loss_of(job: _Job, name: str, loss: Loss) -> TensorLoss:
-    site = job.deltas[name].site
-    return TensorLoss(name, site.layer, site.weight_class, loss)
-
-
 def _stream(
-    job: _Job, made: ModelWriter, form: str, max_loss: float | None
+    job: MergeJob, made: ModelWriter, form: str, max_loss: float | None
 ) -> tuple[list[TensorLoss], tuple[str, ...]]:
     losses: list[TensorLoss] = []
     layer_of = {r.name: key for key, group in job.store.manifest.groups() for r in group.tensors}
@@ -432,7 +321,7 @@ def _stream(
                 assert source.loss.values == target.numel, (
                     f"{target.name}: the writer told of {source.loss.values} values"
                 )
-                losses.append(_loss_of(job, target.name, source.loss))
+                losses.append(job.loss_of(target.name, source.loss))
             meter.advance(target.numel)
             last = number + 1 == len(job.targets) or layer_of[job.targets[number + 1].name] != layer_of[target.name]
             key = layer_of[target.name]
@@ -449,7 +338,7 @@ def _all_used(pairs: PairFile) -> None:
                         path=pairs.file.path, fix="the adapter belongs to another model")  # fmt: skip
 
 
-def _base_difference(job: _Job) -> float:
+def _base_difference(job: MergeJob) -> float:
     """||checkpoint - store|| / ||delta|| over the adapted tensors."""
     apart2 = delta2 = 0.0
     assert job.pairs is not None
@@ -496,7 +385,7 @@ def _notices(
 
 
 def _divergences(
-    job: _Job, partial: Path, form: str, texts: Sequence[Sequence[int]]
+    job: MergeJob, partial: Path, form: str, texts: Sequence[Sequence[int]]
 ) -> tuple[Divergence | None, Divergence | None]:
     """Of the merged model, read back, and of the bare base, from adapter-on-base."""
     path = next(partial.glob("*.gguf")) if form in GGUF_FORMS else partial
@@ -516,9 +405,8 @@ def _apart_notices(apart: tuple[Divergence | None, Divergence | None]) -> list[s
     ]
 
 
-def _export_facts(job: _Job, merged: Merged, onto: str | Path) -> dict[str, Any]:
-    manifest, pairs = job.store.manifest, job.pairs
-    assert pairs is not None
+def _export_facts(job: MergeJob, merged: Merged, onto: str | Path) -> dict[str, Any]:
+    manifest = job.store.manifest
     return {
         "lamella_version": __version__, "kind": "merged", **merged.facts(),
         "onto": "store" if onto == "store" else str(onto),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lamella.checkpoint.source import Checkpoint
 from lamella.errors import UserError
+from lamella.export.adapters import export_adapter
 from lamella.export.base import StoreBase
 from lamella.export.loss import by_class
 from lamella.export.merge import merge
@@ -272,6 +273,18 @@ def test_fp16_does_not_hold_large_values(tmp_path):
 @pytest.fixture(autouse=True)
 def _quiet():
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "mlx"])
+def test_adapters_of_other_layouts_merge_alike(layout, tuned, tmp_path):
+    case = tuned(FAMILIES["qwen3_moe"]())
+    export_adapter(case.adapter, tmp_path / "adapter", layout, case.store.path)
+    merged = merge(case.store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
+    wanted = weights_of(merge(case.store.path, case.adapter, tmp_path / "truth", "fp32").path)
+    got = weights_of(merged.path)
+    assert all(torch.allclose(got[name], value, atol=1e-6) for name, value in wanted.items())
+    assert merged.adapter_tensors > 0
+    assert json.loads((merged.path / "export.json").read_text())["adapter"]["layout"] == layout
 
 
 def test_progress_and_losses_are_told(tuned, tmp_path, capsys):

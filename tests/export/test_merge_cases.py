@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -115,7 +113,7 @@ def test_b29_experts_of_an_mxfp4_checkpoint(tmp_path):
 def write_fp8(folder):
     """A dense checkpoint whose linear layers are block-scaled FP8."""
     source = write_checkpoint(
-        folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16
+        folder / "checkpoint", dense_config(hidden_size=256, layers=1), shards=1, dtype=torch.bfloat16, std=0.03
     )
     file = source / "model.safetensors"
     tensors = load_file(file)
@@ -142,10 +140,11 @@ def test_b75_an_fp8_base(form, tmp_path):
     if form == "bf16":
         assert {t.dtype for t in files.values()} == {torch.bfloat16}
         assert not any("scale" in name for name in files)
-        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 0.05
+        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 1e-2
+        assert (case.bare - case.tuned).abs().max() > 0.1
     else:
         assert files["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
-        assert divergence(case.tuned, logits_of(load(merged.path))) < 0.02 * divergence(case.tuned, case.bare)
+        assert divergence(case.tuned, logits_of(load(merged.path))) < 0.05 * divergence(case.tuned, case.bare)
     onto = weights_of(merge(store.path, case.adapter, tmp_path / "onto", "fp32", onto=source, max_loss=1.0).path)
     truth = weights_of(merge(store.path, case.adapter, tmp_path / "truth", "fp32").path)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -280,17 +279,6 @@ def test_b76_no_alpha_and_no_rank_are_refused(wrong, made, tmp_path):
         merge(store.path, tmp_path / "adapter", tmp_path / "out", "fp32")
 
 
-RELOAD = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-for folder in sys.argv[2:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        logits = [model(input_ids=torch.tensor([ids])).logits[0] for ids in torch.load(sys.argv[1])]
-    torch.save(torch.cat(logits), folder + ".pt")
-"""
-
-
 def test_b77_merged_models_reload_as_they_were(tuned, tmp_path):
     """Files decide whether the head is the embeddings; config.json of the export says so."""
     source = write_checkpoint(tmp_path / "checkpoint", dense_config(layers=1))  # head and embeddings were trained apart
@@ -300,19 +288,12 @@ def test_b77_merged_models_reload_as_they_were(tuned, tmp_path):
         "tied": tuned(FAMILIES["llama-tied"]()),
         "apart": tune(Store.open(tmp_path / "store"), tmp_path, tmp_path / "adapter"),
     }
-    in_memory = {}
     for name, case in cases.items():
         merged = merge(case.store.path, case.adapter, tmp_path / name, "fp32")
         assert config_of(merged.path)["tie_word_embeddings"] is (name == "tied")
         assert ("lm_head.weight" in weights_of(merged.path)) is (name == "apart")
-        in_memory[name] = logits_of(load(merged.path))
-    torch.save([ids for ids, _ in ROWS], tmp_path / "rows.pt")
-    folders = [str(tmp_path / name) for name in cases]
-    subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path / "rows.pt"), *folders], check=True, capture_output=True)
-    for name, case in cases.items():
-        again = torch.load(tmp_path / f"{name}.pt")
-        assert (again - in_memory[name]).abs().max() < 1e-6
-        assert (again - case.tuned).abs().max() < 1e-5
+        assert (logits_of(load(merged.path)) - case.tuned).abs().max() < 1e-5
+        assert (case.tuned - case.bare).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("what", ["lm_head", "embed_tokens", "modules_to_save"])

@@ -11,7 +11,7 @@ file will get (`stored`), so that what rounding does to a weight is measured and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,7 +79,7 @@ class ModelWriter(Protocol):
     """
 
     nbytes: int
-    notices: Sequence[str]
+    notices: list[str]
 
     def tensor(self, target: Target, source: Source) -> None:
         """Write one tensor, in pieces."""
