@@ -406,7 +406,8 @@ def _apart_notices(apart: tuple[Divergence | None, Divergence | None]) -> list[s
 
 
 def _export_facts(job: MergeJob, merged: Merged, onto: str | Path) -> dict[str, Any]:
-    manifest = job.store.manifest
+    manifest, pairs = job.store.manifest, job.pairs
+    assert pairs is not None
     return {
         "lamella_version": __version__, "kind": "merged", **merged.facts(),
         "onto": "store" if onto == "store" else str(onto),
