@@ -138,11 +138,18 @@ def test_a_way_that_is_not_known(tmp_path):
 
 @pytest.mark.parametrize("way", ["bnb-nf4", "bnb-nf4-plain", "bnb-int8", "fp8-row"])
 def test_shapes_behind_packed_bytes(tmp_path, way):
-    """A forecast counts the weights of checkpoints that other libraries have written."""
+    """A forecast counts the weights of checkpoints that other libraries have written, and the bytes of those that a store
+    keeps in their own form."""
     source = write_checkpoint(tmp_path / "plain", dense_config(), dtype=torch.bfloat16, shards=1)
     written = write_packed(way, source, tmp_path / "packed")
     found, original = shape_of(written.path), shape_of(source)
-    assert plain(found) == plain(original)
+    as_original = [replace(x, store_bytes=y.store_bytes) for x, y in zip(found.layers, original.layers, strict=True)]
+    assert plain(replace(found, layers=tuple(as_original))) == plain(original)
+    weights = found.layers[0].quantised_parameters
+    more = {"bnb-nf4-plain": (4 - 1) / 64, "bnb-int8": 1 + 4 / 64 - 0.5 - 1 / 64}.get(way, 0)  # bytes a weight
+    grown = found.layers[0].store_bytes - original.layers[0].store_bytes
+    assert (grown != 0) is (more != 0)
+    assert grown == pytest.approx(more * weights, rel=0, abs=2600)  # a table, alignment, rows of 64 and 128
     assert found.checkpoint_bytes < original.checkpoint_bytes
     by_rules = shape_of(written.path / "config.json")
     assert by_rules.checkpoint_bytes == pytest.approx(found.checkpoint_bytes, rel=0.01)
