@@ -8,7 +8,7 @@ it is taken apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -103,10 +103,10 @@ def _check_mask(i: int, layer: nn.Module) -> None:
 
 def _containers(given: Any) -> Iterator[Any]:
     """Dicts and lists in a call's arguments, which a layer could write to."""
-    if isinstance(given, dict | list):
+    if isinstance(given, MutableMapping | MutableSequence):
         yield given
-    if isinstance(given, dict | list | tuple):
-        for part in given.values() if isinstance(given, dict) else given:
+    if isinstance(given, MutableMapping | MutableSequence | tuple):
+        for part in given.values() if isinstance(given, MutableMapping) else given:
             yield from _containers(part)
 
 
