@@ -258,7 +258,11 @@ class Walk:
             out = self.skeleton.run_layer(layer, hidden, item.calls[layer])
         DropoutClock.row_keys_T = None
         attended = layout.calls - calls
-        if layout.mixed - mixed != mixers or attended > max(self.skeleton.mixing[layer].attentions, 1) or not (attended or self.skeleton.mixing[layer].tested):
+        if (
+            layout.mixed - mixed != mixers
+            or attended > max(self.skeleton.mixing[layer].attentions, 1)
+            or not (attended or self.skeleton.mixing[layer].tested)
+        ):
             raise AttentionRefused(
                 f"layer {layer} ({type(self.skeleton.layers[layer]).__name__}) goes {attended} times through the attention "
                 f"interface and {layout.mixed - mixed} times through its {mixers} other mixers, not once through each",

@@ -74,7 +74,9 @@ def _place(
         rows = shapes[source][0]
         return Piece(source, (_source_number(key, pattern), part * rows, (part + 1) * rows))
     if kinds == [Concatenate] and dims[0] == 0:
-        return Piece(source, (converter.source_patterns.index(pattern), -1))  # its rows are told when all parts are known
+        return Piece(
+            source, (converter.source_patterns.index(pattern), -1)
+        )  # its rows are told when all parts are known
     raise UserError(f"{source}: this family's weights need {' + '.join(k.__name__ for k in kinds)}, which is not supported",
                     fix="this model family is not supported yet")  # fmt: skip
 

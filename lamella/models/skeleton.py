@@ -194,7 +194,10 @@ class Skeleton:
                 buffer = cast(Tensor, module._buffers[name])
                 module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype) if (
                     buffer.is_floating_point()) else torch.zeros(buffer.shape, dtype=buffer.dtype)  # fmt: skip
-        for module in (*(module for module, _ in made), self.model.base_model):  # some families' models fill their layers'
+        for module in (
+            *(module for module, _ in made),
+            self.model.base_model,
+        ):  # some families' models fill their layers'
             self.model._init_weights(module)
         for module, names in made:
             bad = [n for n in names if not torch.isfinite(cast(Tensor, module._buffers[n])).all()]

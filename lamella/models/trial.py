@@ -1,8 +1,9 @@
 """A run without weights: does a family's code do, layer by layer, what the engine relies on?
 
 The model's own forward runs on a few tokens and weights of no values (memory that nothing is written to), every layer on
-`meta` tensors: no weight is read and next to no memory is taken, whatever the model's size. Found out so, before anything is written: attention that is not ours to compute, weights that are read in
-ways the engine does not serve, tensors handed from layer to layer beside the hidden states, code that does not run when
+`meta` tensors: no weight is read and next to no memory is taken, whatever the model's size. Found out so, before
+anything is written: attention that is not ours to compute, weights that are read in ways the engine does not serve,
+tensors handed from layer to layer beside the hidden states, code that does not run when
 it is taken apart.
 """
 
@@ -84,10 +85,15 @@ def _try_layer(skeleton: Skeleton, i: int, hidden: Tensor, call: LayerCall, layo
         made = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise UserError(f"{what} makes {made} of hidden states {list(hidden.shape)}", fix=_FIX)
     if any(len(c) != n for c, n in containers):
-        raise UserError(f"{what} hands tensors to later layers beside the hidden states (shared keys and values)", fix=_FIX)
+        raise UserError(
+            f"{what} hands tensors to later layers beside the hidden states (shared keys and values)", fix=_FIX
+        )
     if layout.calls - before > max(skeleton.mixing[i].attentions, 1):
-        raise UserError(f"{what} goes {layout.calls - before} times through the attention interface, "
-                        f"and has {skeleton.mixing[i].attentions} attentions", fix=_FIX)
+        raise UserError(
+            f"{what} goes {layout.calls - before} times through the attention interface, "
+            f"and has {skeleton.mixing[i].attentions} attentions",
+            fix=_FIX,
+        )
 
 
 def _check_mask(i: int, layer: nn.Module) -> None:
@@ -121,7 +127,9 @@ def _by_meta(error: Exception) -> bool:
 
 
 def _fails(what: str, which: str, error: Exception) -> UserError:
-    return UserError(f"{what}: {which} fails when the model is taken apart: {type(error).__name__}: {str(error)[:200]}", fix=_FIX)
+    return UserError(
+        f"{what}: {which} fails when the model is taken apart: {type(error).__name__}: {str(error)[:200]}", fix=_FIX
+    )
 
 
 def check_readers(skeleton: Skeleton, plans: Mapping[str, ParamPlan]) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lamella.adapter import Adapter
-from lamella.adapter.peft_format import _tensor_names, flatten_experts
+from lamella.adapter.peft_format import WEIGHTS, _tensor_names, flatten_experts
 from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.models.check import check_checkpoint
@@ -28,7 +29,15 @@ SMALL = dict(
 )  # fmt: skip
 MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 ROUTED = dict(**MOE, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
-MLA = dict(kv_lora_rank=24, q_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4, head_dim=8)
+MLA = dict(
+    kv_lora_rank=24,
+    q_lora_rank=40,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    num_key_value_heads=4,
+    head_dim=8,
+)
 LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
 BOTH = ["sliding_attention", "full_attention"]
 MIXED = dict(sliding_window=8, layer_types=BOTH)
@@ -140,6 +149,9 @@ def reference_gradients(adapter: Adapter, reference: Any, folder: Path) -> tuple
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft_model(reference, folder)
+    saved = load_file(folder / WEIGHTS)  # PEFT only warns of pairs that it does not place
+    values = {n.replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(values[n], saved[n]) for n in saved), "PEFT has not loaded every pair"
     loss = label_loss(model, ROWS)
     loss.backward()
     parameters = dict(model.named_parameters())
