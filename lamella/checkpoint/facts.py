@@ -35,7 +35,7 @@ _LINEAR = re.compile(
     r"(_|^)proj($|_)|^w\d$|^w[qkvo]$|^fc|_fc$|^c_|^dense|query|key|value|linear|_lin\d?$", re.IGNORECASE
 )
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)(\.\w+)?$", re.IGNORECASE)
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|output_layer|head)\.(weight|bias)$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|output_layer|output_projection|head)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, kw_only=True)

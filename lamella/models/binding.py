@@ -108,7 +108,8 @@ def plan_binding(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], wher
         if key not in plans and f"{stubbed.base_model_prefix}.{key}" in plans:
             key = f"{stubbed.base_model_prefix}.{key}"
         if key in tied:
-            continue  # a head stored equal to the embeddings it is tied to
+            raise UserError(f"{source} is stored, though it is tied to the embeddings", path=where or None,
+                            fix="set tie_word_embeddings = false in config.json")  # fmt: skip
         if key not in plans:
             raise UserError(f"{source} has no place in {type(stubbed).__name__}", path=where or None,
                             fix="the checkpoint does not belong to this architecture, or holds more than a text decoder")  # fmt: skip

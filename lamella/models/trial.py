@@ -8,7 +8,7 @@ from layer to layer beside the hidden states, code that does not run when it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -108,10 +108,10 @@ def _check_mask(i: int, layer: nn.Module) -> None:
 
 def _containers(given: Any) -> Iterator[Any]:
     """Dicts and lists in a call's arguments, which a layer could write to."""
-    if isinstance(given, dict | list):
+    if isinstance(given, MutableMapping | MutableSequence):
         yield given
-    if isinstance(given, dict | list | tuple):
-        for part in given.values() if isinstance(given, dict) else given:
+    if isinstance(given, MutableMapping | MutableSequence | tuple):
+        for part in given.values() if isinstance(given, MutableMapping) else given:
             yield from _containers(part)
 
 

@@ -1,4 +1,6 @@
-"""Every proven family: loss and every LoRA gradient against transformers + PEFT in fp32, for any micro-batch size."""
+"""Every proven family: logits, loss and every LoRA gradient against transformers + PEFT in fp32, for any micro-batch size."""
+
+import re
 
 import pytest
 import torch
@@ -8,9 +10,14 @@ from lamella.adapter import Adapter
 from lamella.adapter.peft_format import _tensor_names, flatten_experts
 from lamella.config import LoraConfig
 from lamella.engine import Engine
+from lamella.errors import UserError
+from lamella.models.check import check_checkpoint
 from lamella.models.layout import pack_rows
+from lamella.store.quantize import quantize_checkpoint
 from tests.conftest import random_rows
-from tests.fixtures import dense_config, moe_config
+from tests.engine import families as every
+from tests.engine import table_of_models
+from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import label_loss, load_reference, peft_model, relative_error
 
 SMALL = dict(
@@ -89,21 +96,37 @@ def as_file(adapter, gradients):
     return flat
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_every_gradient(family, made, tmp_path):
-    store, base = made(FAMILIES[family]())
-    engine = Engine.open(store, dtype="fp32")
-    reference = load_reference(base)
-    logits = engine.logits(pack_rows(ROWS))
-    wanted = torch.cat([reference(input_ids=torch.tensor([ids])).logits[0] for ids, _ in ROWS])
-    assert relative_error(logits, wanted) < 1e-5
-    adapter = trained_adapter(engine)
-    loss, truth = reference_gradients(adapter, base, tmp_path / "adapter")
-    for cuts in ([ROWS], [ROWS[:2], ROWS[2:]], [[r] for r in ROWS]):
-        out, gradients = step_gradients(engine, cuts)
-        assert out.loss_sum / LABELS == pytest.approx(loss, rel=1e-5)
-        worst = {n: relative_error(g, truth[n]) for n, g in as_file(adapter, gradients).items()}
-        assert max(worst.values()) < 1e-5, max(worst, key=worst.get)
+CORE = {
+    "afmoe", "apertus", "cohere2", "deepseek_v3", "ernie4_5_moe", "falcon", "gemma2", "glm4_moe", "gpt2", "gpt_oss", "granitemoeshared",
+    "llama-tied", "llama4_text", "jetmoe", "mixtral", "olmo2", "opt", "phi3", "qwen2_moe", "qwen3_moe-dense-first",
+}  # fmt: skip
+"""One family of each kind; the others are as these, and run with the slow tests."""
+EVERY = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in every.FAMILIES]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_loss_and_every_gradient(family, tmp_path):
+    found = every.measure(every.tiny(family), tmp_path)
+    assert found.pairs >= every.tiny(family).num_hidden_layers // 2
+    assert found.logits < 1e-5
+    assert found.loss < 1e-5
+    assert found.gradient < 1e-5, found.worst
+
+
+@pytest.mark.parametrize("family", every.REFUSED)
+def test_what_cannot_be_exact_is_refused_before_anything_is_written(family, tmp_path):
+    write_checkpoint(tmp_path / "checkpoint", every.tiny(family), shards=1)
+    with pytest.raises(UserError, match=re.escape(every.REFUSED[family][1])):
+        quantize_checkpoint(tmp_path / "checkpoint", tmp_path / "store", check=check_checkpoint)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_table_names_exactly_these_families():
+    lines = table_of_models.FILE.read_text(encoding="utf-8").splitlines()
+    named = [
+        line.split("|")[1].strip() for line in lines if line.startswith("| ") and not line.startswith("| model_type")
+    ]
+    assert named == [*every.FAMILIES, *every.REFUSED]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
