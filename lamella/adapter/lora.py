@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from lamella.adapter.pages import PagedParameters, StatePages
 from lamella.adapter.targets import Candidate, rank_on_experts, select
-from lamella.checkpoint.facts import is_router, num_active_experts, num_routed_experts
+from lamella.checkpoint.facts import expert_pattern, is_router, num_active_experts, num_routed_experts
 from lamella.config import LoraConfig
+from lamella.console import notice
 from lamella.errors import UserError
 from lamella.models.linear import FrozenLinear
 from lamella.models.pieces import Cut
@@ -80,18 +82,23 @@ class SiteSpec:
         return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
 
 
-PEFT_REFUSES = {("falcon_h1", "out_proj"), ("nemotron_h", "out_proj")}
-"""Layers (model type, name) that PEFT loads no LoRA on: its fused Mamba kernels would bypass it."""
+PEFT_REFUSES = {
+    "falcon_h1": re.compile(r"(^|\.)out_proj$"), "nemotron_h": re.compile(r"(^|\.)out_proj$"),
+    "laguna": re.compile(r"\.shared_experts\."),
+}  # fmt: skip
+"""Model type -> layers that PEFT loads no LoRA on: fused Mamba kernels would bypass it; Laguna's rename of shared experts, an
+expression whose dot takes any letter, also takes the names it made, so their pairs are dropped."""
 
 
 def candidates_of(skeleton: Skeleton) -> list[Candidate]:
     """Every weight that can have a pair, in model order: linear layers and fused expert parameters, not routers."""
     found = []
     num_experts = num_routed_experts(skeleton.config.to_dict())
+    refused = PEFT_REFUSES.get(skeleton.config.model_type)
     for i, layer in enumerate(skeleton.layers):
         for path, module in layer.named_modules():
             if isinstance(module, FrozenLinear):
-                if module.bypassed or (skeleton.config.model_type, path.rpartition(".")[2]) in PEFT_REFUSES:
+                if _left_out(module, path, refused):
                     continue
                 if not is_router(path.split("."), (module.out_features, module.in_features), num_experts):
                     found.append(Candidate(i, path, None, module.in_features, module.out_features, None, 0))
@@ -103,6 +110,17 @@ def candidates_of(skeleton: Skeleton) -> list[Candidate]:
                         inputs, outputs = (rows, columns) if module.is_transposed else (columns, rows)
                         found.append(Candidate(i, path, name, inputs, outputs, e, order))
     return found
+
+
+def _left_out(module: FrozenLinear, path: str, refused: re.Pattern[str] | None) -> bool:
+    return module.bypassed or (refused is not None and refused.search(path) is not None)
+
+
+def left_out_of(skeleton: Skeleton) -> list[str]:
+    """Linear layers that get no pair whatever is targeted, numbers collapsed: the family's code or PEFT would bypass it."""
+    refused = PEFT_REFUSES.get(skeleton.config.model_type)
+    named = [(path, m) for layer in skeleton.layers for path, m in layer.named_modules() if isinstance(m, FrozenLinear)]
+    return sorted({expert_pattern(path) for path, m in named if _left_out(m, path, refused)})
 
 
 def linear_names_of(skeleton: Skeleton) -> list[str]:
@@ -177,6 +195,8 @@ class Adapter:
         """
         candidates = candidates_of(skeleton)
         chosen = {(c.layer, c.name()) for c in select(candidates, config.targets)}
+        if config.targets == "all-linear" and (left_out := left_out_of(skeleton)):
+            notice(f"no LoRA pairs on {', '.join(left_out)}: there the model or PEFT would pass them by")
         scale = scale_of(config.alpha, config.rank, config.rslora)
         expert_rank = rank_on_experts(config, active_experts(skeleton.config))
         sites = []

@@ -54,7 +54,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {}, "gpt_neox": {}, "gpt_oss": {**LOCAL, **MIXED}, "gptj": {"rotary_dim": 8}, "granite": {},
     "granitemoe": LOCAL, "granitemoeshared": {**LOCAL, "shared_intermediate_size": 40}, "helium": {},
     "hunyuan_v1_dense": {}, "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2}, "hyperclovax": {}, "internlm3": {},
-    "jetmoe": {**LOCAL, "kv_channels": 16}, "llama": {}, "llama-tied": {"tie_word_embeddings": True},
+    "jetmoe": {**LOCAL, "kv_channels": 16},
+    "laguna": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "llama": {}, "llama-tied": {"tie_word_embeddings": True},
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
     "minicpm3": MLA, "minimax_m2": LOCAL, "ministral": MIXED, "ministral3": {"sliding_window": 8}, "mistral": {"sliding_window": 8},
     "mixtral": LOCAL, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": MIXED,
@@ -88,8 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Model type -> its settings, and the reason why it cannot be computed exactly."""
 
 ROWS = random_rows((5, 23, 9, 14), vocab=120)
-LABELS = sum(sum(mask) for _, mask in ROWS)
-CUTS = ([ROWS], [ROWS[:2], ROWS[2:]], [[r] for r in ROWS])
+Rows = list[tuple[list[int], list[bool]]]
 
 
 def tiny(name: str) -> Any:
@@ -114,7 +115,7 @@ class Found:
     fused: dict[str, Any]
 
 
-def measure(config: Any, folder: Path) -> Found:
+def measure(config: Any, folder: Path, rows: Rows = ROWS) -> Found:
     write_checkpoint(folder / "checkpoint", config, shards=1)
     quantize_checkpoint(folder / "checkpoint", folder / "store", check=check_checkpoint)
     store = Store.open(folder / "store")
@@ -122,8 +123,8 @@ def measure(config: Any, folder: Path) -> Found:
     engine = Engine.open(store, dtype="fp32")
     reference = load_reference(base)
     with torch.no_grad():
-        wanted = torch.cat([reference(input_ids=torch.tensor([ids])).logits[0] for ids, _ in ROWS])
-    logits = relative_error(engine.logits(pack_rows(ROWS)), wanted)
+        wanted = torch.cat([reference(input_ids=torch.tensor([ids])).logits[0] for ids, _ in rows])
+    logits = relative_error(engine.logits(pack_rows(rows)), wanted)
     adapter = Adapter.create(engine.skeleton, LoraConfig(rank=4, alpha=8, targets="all-linear"), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -131,19 +132,22 @@ def measure(config: Any, folder: Path) -> Found:
             if name.endswith("lora_B"):
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
     engine.attach(adapter)
-    loss, truth = reference_gradients(adapter, reference, folder / "adapter")
+    loss, truth = reference_gradients(adapter, reference, folder / "adapter", rows)
     loss_error, worst = 0.0, (0.0, "")
-    for cuts in CUTS:
+    labels = sum(sum(mask) for _, mask in rows)
+    for cuts in ([rows], [rows[:2], rows[2:]], [[r] for r in rows]):
         for p in adapter.parameters().values():
             p.grad = None
-        out = engine.step([pack_rows(c) for c in cuts], step_index=0, label_tokens=LABELS)
-        loss_error = max(loss_error, abs(out.loss_sum / LABELS - loss) / loss)
+        out = engine.step([pack_rows(c) for c in cuts], step_index=0, label_tokens=labels)
+        loss_error = max(loss_error, abs(out.loss_sum / labels - loss) / loss)
         found = as_file(adapter, {name: p.grad for name, p in adapter.parameters().items()})
         worst = max(worst, *((relative_error(g, truth[name]), name) for name, g in found.items()))
     return Found(logits, loss_error, *worst, len(adapter.sites), engine.facts()["fused"])
 
 
-def reference_gradients(adapter: Adapter, reference: Any, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_gradients(
+    adapter: Adapter, reference: Any, folder: Path, rows: Rows
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss, and gradient of every pair by our name, of transformers + PEFT."""
     adapter.save(folder)
     with warnings.catch_warnings():
@@ -152,7 +156,7 @@ def reference_gradients(adapter: Adapter, reference: Any, folder: Path) -> tuple
     saved = load_file(folder / WEIGHTS)  # PEFT only warns of pairs that it does not place
     values = {n.replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
     assert all(torch.equal(values[n], saved[n]) for n in saved), "PEFT has not loaded every pair"
-    loss = label_loss(model, ROWS)
+    loss = label_loss(model, rows)
     loss.backward()
     parameters = dict(model.named_parameters())
     names = _tensor_names(adapter.sites)

@@ -29,6 +29,15 @@ dequantised at once, and they get no LoRA pair.
 | model_type | attention | experts | logits | loss | gradients | fused |
 |---|---|---|---|---|---|---|
 """
+MIXED = """
+## Other mixers than attention
+
+Layers that mix tokens otherwise (`lamella/models/mixers.py`); the same test, with a row longer than a chunk
+(`tests/engine/test_mixers.py`).
+
+| model_type | layers | experts | logits | loss | gradients | fused |
+|---|---|---|---|---|---|---|
+"""
 BELOW = """
 ## Refused
 
@@ -61,23 +70,29 @@ def experts_of(config: Any) -> str:
     return ("read whole" if read else "fused") + (", shared" if any("shared" in name for name in names) else "")
 
 
-def row(name: str, found: Found) -> str:
+def row(name: str, config: Any, found: Found) -> str:
     fused = ", ".join(
         f"{n} {kind}"
         for kind, n in found.fused.items()
         if isinstance(n, int) and n and kind not in ("own_calls", "head")
     )
     errors = " | ".join(f"{x:.0e}" for x in (found.logits, found.loss, found.gradient))
-    return f"| {name} | {attention_of(tiny(name))} | {experts_of(tiny(name))} | {errors} | {fused} |\n"
+    return f"| {name} | {attention_of(config)} | {experts_of(config)} | {errors} | {fused} |\n"
 
 
 def main() -> None:
     import peft
 
+    from tests.engine.test_mixers import MIXERS, ROWS  # which imports the test that imports this
+
     text = HEAD.format(transformers=transformers.__version__, peft=peft.__version__)
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            text += row(name, measure(tiny(name), Path(folder)))
+            text += row(name, tiny(name), measure(tiny(name), Path(folder)))
+    text += MIXED
+    for name, make in MIXERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            text += row(name, make(), measure(make(), Path(folder), ROWS))
     text += BELOW
     for name in REFUSED:
         with tempfile.TemporaryDirectory() as folder:
