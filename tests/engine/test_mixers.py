@@ -273,7 +273,7 @@ def test_layers_that_are_never_called_get_no_adapter(capfd):
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("no LoRA pairs on ")]
     assert [line.partition(":")[0].removeprefix("no LoRA pairs on ") for line in told] == [
         "mamba.dt_proj",
-        "mamba.out_proj",
+        "mixer.out_proj",
     ]
     assert "dt_proj" not in names[0]  # Jamba multiplies with its weight
     assert {"x_proj", "in_proj", "out_proj"} <= names[0]
