@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lamella.adapter.pages import PagedParameters, StatePages
-from lamella.adapter.targets import Candidate, rank_on_experts, select
+from lamella.adapter.targets import PEFT_REFUSES, Candidate, rank_on_experts, select
 from lamella.checkpoint.facts import expert_pattern, is_router, num_active_experts, num_routed_experts
 from lamella.config import LoraConfig
 from lamella.console import notice
@@ -80,14 +80,6 @@ class SiteSpec:
         if self.experts is not None or ".experts." in f".{self.path}.":
             return "experts"
         return "attention" if "attn" in self.path or "attention" in self.path else "mlp"
-
-
-PEFT_REFUSES = {
-    "falcon_h1": re.compile(r"(^|\.)out_proj$"), "nemotron_h": re.compile(r"(^|\.)out_proj$"),
-    "laguna": re.compile(r"\.shared_experts\."),
-}  # fmt: skip
-"""Model type -> layers that PEFT loads no LoRA on: fused Mamba kernels would bypass it; Laguna's rename of shared experts, an
-expression whose dot takes any letter, also takes the names it made, so their pairs are dropped."""
 
 
 def candidates_of(skeleton: Skeleton) -> list[Candidate]:

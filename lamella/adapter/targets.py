@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.config import LoraConfig
 from lamella.errors import UserError
+
+PEFT_REFUSES = {
+    "falcon_h1": re.compile(r"(^|\.)out_proj$"), "nemotron_h": re.compile(r"(^|\.)out_proj$"),
+    "laguna": re.compile(r"\.shared_experts?\."),
+}  # fmt: skip
+"""Model type -> layers that PEFT loads no LoRA on: fused Mamba kernels would bypass it; Laguna's rename of shared experts, an
+expression whose dot takes any letter, also takes the names it made, so their pairs are dropped."""
 
 
 @dataclass(frozen=True)

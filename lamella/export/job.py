@@ -76,9 +76,8 @@ class MergeJob:
             self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
         self.of_store = StoreBase(store)
         self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, self.of.shapes)
-        self.config = {
-            **plain_config(read_json(store.path / "config.json")), "tie_word_embeddings": manifest.tie_word_embeddings
-        }  # fmt: skip
+        plain = plain_config(read_json(store.path / "config.json"))
+        self.config = with_older_names({**plain, "tie_word_embeddings": manifest.tie_word_embeddings})
         self.targets = _targets(self)
 
     @property
@@ -93,6 +92,18 @@ class MergeJob:
 
     def source(self, name: str) -> Adapted:
         return Adapted(name, self.base, self.deltas.get(name), self.pairs)
+
+
+def with_older_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json that also says what transformers 5 renamed, for engines that read only the names before it and would take a
+    default without a word (mlx-lm: `rope_theta`)."""
+    found = dict(config)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        found.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            found.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    return found
 
 
 def said_dtype(config: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lamella.adapter.targets import PEFT_REFUSES
 from lamella.checkpoint.facts import TensorClass
 from lamella.forecast.shape import Matrix
 
@@ -17,6 +18,8 @@ CONV1D = frozenset({"gpt2", "gpt-sw3", "openai-gpt", "imagegpt"})
 OWN_EXPERTS = frozenset({"llama4_text", "llama4"})
 """Families whose experts transformers computes in a way of their own, which gets no LoRA here."""
 
+NEVER_CALLED = {"jamba": re.compile(r"\.dt_proj$")}
+"""Model type -> layers whose weight the family multiplies with, and which it never calls: they get no LoRA pair."""
 _EXPERT = re.compile(r"^(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<leaf>\w+)\.weight$")
 _GATES, _UPS = ("gate_proj", "w1"), ("up_proj", "w3")
 _DOWNS = {"w2": "down_proj", "down_proj": "down_proj"}
@@ -88,7 +91,9 @@ def _linear(held: Held, model_type: str) -> Matrix:
     outputs, inputs = held.shape
     if model_type in CONV1D:
         outputs, inputs = inputs, outputs
-    adaptable = held.kind != "router" and model_type not in CONV1D
+    adaptable = held.kind != "router" and not any(
+        refused.search(name) for refused in (PEFT_REFUSES.get(model_type), NEVER_CALLED.get(model_type)) if refused
+    )
     shared = any(part.startswith("shared") for part in name.split("."))
     return Matrix(name, held.kind, outputs, inputs, quantised=held.quantised, adaptable=adaptable, shared=shared)
 

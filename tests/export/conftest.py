@@ -13,6 +13,7 @@ from lamella.store.quantize import quantize_checkpoint
 from lamella.train.loop import train_run
 from tests import fixtures
 from tests.engine.test_families import FAMILIES, trained_adapter
+from tests.export.tuned import tune
 
 
 def write(layout, file, places, folder, base, names):
@@ -68,3 +69,17 @@ def run(tmp_path_factory):
         "train": {"rows_per_step": 4, "steps": 2, "warmup_steps": 0, "learning_rate": 0.01}, "lora": {"rank": 4},
     })  # fmt: skip
     return train_run(config).run_dir, folder / "store"
+
+
+@pytest.fixture(scope="session")
+def tuned(made, tmp_path_factory):
+    """tuned(config, **of the adapter) -> Tuned, cached."""
+    cache = {}
+
+    def make(config, **over):
+        key = config.to_json_string(), tuple(sorted(over.items()))
+        if key not in cache:
+            cache[key] = tune(*made(config), tmp_path_factory.mktemp("adapter"), **over)
+        return cache[key]
+
+    return make

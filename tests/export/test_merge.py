@@ -12,13 +12,14 @@ from lamella.checkpoint.source import Checkpoint
 from lamella.errors import UserError
 from lamella.export.adapters import export_adapter
 from lamella.export.base import StoreBase
+from lamella.export.job import with_older_names
 from lamella.export.loss import by_class
 from lamella.export.merge import merge
 from lamella.export.writers.fp8 import dequantize_fp8
 from lamella.store.quantize import quantize_checkpoint
 from lamella.store.reader import Store
 from tests.engine.test_families import FAMILIES
-from tests.export.conftest import ROWS, divergence, logits_of, tune
+from tests.export.tuned import ROWS, divergence, logits_of, tune
 from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import load_reference, write_dequantised
 
@@ -308,3 +309,15 @@ def test_divergence_is_measured_on_what_was_written(form, tuned, tmp_path):
     if form != "gguf-q8_0":
         apart = divergence(case.tuned, logits_of(load(merged.path)))
         assert told["divergence"]["kl_mean"] == pytest.approx(apart, rel=0.2)
+
+
+def test_engines_that_know_older_names_find_them():
+    """mlx-lm reads `rope_theta` alone and takes 10,000 where it is not there."""
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+    found = with_older_names({"rope_parameters": yarn, "hidden_size": 8})
+    assert found == {"rope_parameters": yarn, "hidden_size": 8, "rope_theta": 5e5,
+                     "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}  # fmt: skip
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    assert with_older_names(plain) == {**plain, "rope_theta": 1e5}
+    by_layer = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
+    assert with_older_names(by_layer) == by_layer

@@ -20,8 +20,8 @@ from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 from lamella.store.reader import Store
 from tests.checkpoint.helpers import write_fused
 from tests.engine.test_families import FAMILIES, SMALL
-from tests.export.conftest import ROWS, divergence, logits_of, tune
 from tests.export.test_merge import config_of, load, weights_of
+from tests.export.tuned import ROWS, divergence, logits_of, tune
 from tests.fixtures import dense_config, moe_config, write_checkpoint
 from tests.oracle import load_reference, write_dequantised
 

@@ -8,12 +8,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lamella.adapter import Adapter
 from lamella.config import LoraConfig
-from lamella.errors import UserError
 from lamella.forecast.describe import shape_of
 from lamella.forecast.trainable import sites_of
 from lamella.models.skeleton import Skeleton
 from tests.checkpoint.families import SMALL
 from tests.checkpoint.test_architecture import shapes_by_transformers
+from tests.engine.families import tiny
+from tests.engine.test_mixers import MIXERS
 from tests.forecast.headers import write_headers
 
 OTHERS = {
@@ -44,16 +45,21 @@ def test_sites_and_counts_from_headers(family, tmp_path):
     assert found == wanted or family == "gpt_neox"  # its MLP stands before its attention
 
 
-def test_a_family_without_linear_layers_has_nothing_to_train(tmp_path):
-    config = CONFIG_MAPPING["gpt2"](n_embd=64, n_layer=2, n_head=4, vocab_size=512)
+def made_of(name):
+    """A config of a family that leaves some of its linear layers without pairs, or keeps them transposed."""
+    if name == "gpt2":
+        return CONFIG_MAPPING["gpt2"](n_embd=64, n_layer=2, n_head=4, vocab_size=512)
+    return MIXERS[name]() if name in MIXERS else tiny(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "laguna", "falcon_h1", "jamba"])
+def test_what_gets_pairs_is_what_the_engine_gives_them(name, tmp_path):
+    config = made_of(name)
     tensors = shapes_by_transformers(config)
     shape = shape_of(write_headers(tmp_path, config.to_dict(), {n: ("F32", s) for n, s in tensors.items()}))
-    assert shape.total_parameters == sum(torch.Size(s).numel() for s in tensors.values())
-    first = shape.layers[0].matrices[0]
-    assert (first.name, first.outputs, first.inputs) == ("attn.c_attn", 192, 64)
-    for make in (
-        lambda: sites_of(shape, LoraConfig()),
-        lambda: Adapter.create(Skeleton(config, torch.float32), LoraConfig(), 0),
-    ):
-        with pytest.raises(UserError, match="no linear layer"):
-            make()
+    skeleton = Skeleton(config, torch.float32)
+    wanted = {(s.layer, s.key.removeprefix(f"{skeleton.prefix}.{s.layer}."), s.inputs, s.outputs)
+              for s in Adapter.create(skeleton, LoraConfig(), 0).sites.values()}  # fmt: skip
+    assert {
+        (s.layer, s.matrix.name, s.matrix.inputs, s.matrix.outputs) for s in sites_of(shape, LoraConfig())
+    } == wanted

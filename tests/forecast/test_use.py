@@ -15,7 +15,7 @@ from lamella.forecast.trainable import sites_of
 from lamella.forecast.use import head_use, is_estimate, layer_use, use_of
 from lamella.kernels import attention, experts, rows
 from lamella.models import attention as model_attention
-from lamella.models import experts_cpu, groups
+from lamella.models import experts_cpu, groups, padded
 from lamella.models.layout import pack_rows
 from tests.fixtures import dense_config, moe_config
 
@@ -191,14 +191,14 @@ def test_layers_of_no_known_form_are_bounded_from_above(opened):
 
 def test_constants_are_the_kernels_own():
     assert tape.BLOCK_RANK == groups.BLOCK_RANK
-    assert (tape.SHORT_CPU, tape.MAX_PADDING) == (model_attention.SHORT_CPU, model_attention._MAX_PADDING)
+    assert (tape.SHORT_CPU, tape.MAX_PADDING) == (model_attention.SHORT_CPU, padded._MAX_PADDING)
     assert (tape.CHUNK, tape.WANTED_GRAINS, tape.UNDIVIDED) == (
         attention.CHUNK,
         attention.WANTED_GRAINS,
         attention.UNDIVIDED,
     )
     lengths = [700, 690, 100, 90, 40]
-    by_length = model_attention._by_length(lengths)
+    by_length = padded.by_length(lengths)
     assert tape.groups_by_length(lengths) == [[lengths[s] for s in group] for group in by_length]
 
 

@@ -68,11 +68,11 @@ def test_every_tensor_equals_bitsandbytes_or_its_source(tmp_path, dtype, block_s
 
 def test_fused_tensor_in_chunks_equals_bitsandbytes_on_the_whole(tmp_path):
     """A tensor of several chunks and an odd end: one flat tensor, one offset over all its scales."""
-    x = torch.randn(3, 2801, 2001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(3, 2802, 2001, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert x.numel() * 2 > 2 * CHUNK_BYTES
     assert x.numel() % 64
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    source = write_tensors(tmp_path / "c", layer_config(num_experts=3), {**embedding(), name: x})
+    source = write_tensors(tmp_path / "c", layer_config(num_experts=3, hidden_size=2001), {**embedding(2001), name: x})
     quantize_checkpoint(source, tmp_path / "store")
     assert_equals_bitsandbytes(Store.open(tmp_path / "store").load(0), name, x)
 
