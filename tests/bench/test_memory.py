@@ -32,7 +32,7 @@ def test_shares_are_those_that_made_the_leftovers():
     assert best_shares(seen) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", [pytest.param("never", marks=pytest.mark.slow), "always"])
 def test_both_sides_run_in_processes_of_their_own(recompute, tmp_path):
     write_checkpoint(tmp_path / "hf", moe_config(layers=2, vocab_size=32000))
     quantize_checkpoint(tmp_path / "hf", tmp_path / "store", threads=1)

@@ -16,7 +16,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("size")
 
 
-@pytest.mark.parametrize("case", size.TINY, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [size.TINY[0], *(pytest.param(c, marks=pytest.mark.slow) for c in size.TINY[1:])],
+    ids=lambda case: case.name,
+)
 def test_tiny_cases_train_under_the_limit(case, folder):
     line = size.measure(case, folder, steps=2)
     assert line["ok"], line
@@ -31,6 +35,7 @@ def test_tiny_cases_train_under_the_limit(case, folder):
     json.dumps(line)
 
 
+@pytest.mark.slow
 def test_start_up_ends_before_the_first_step(folder):
     line = size.measure(size.TINY[1], folder, steps=1, only_start=True)
     assert line["start_up_s"] > 0

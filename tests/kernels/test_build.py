@@ -56,6 +56,7 @@ def test_a_compile_error_is_shown_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_where_the_package_cannot_be_written_the_cache_serves(tmp_path, monkeypatch):
     copy = shutil.copytree(build.SOURCES_DIR, tmp_path / "cpu", ignore=shutil.ignore_patterns("*.so"))
     monkeypatch.setattr(build, "SOURCES_DIR", copy)

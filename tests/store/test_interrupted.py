@@ -59,7 +59,7 @@ def run(command, **options):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, **options)
 
 
-@pytest.mark.parametrize("chunks", [1, 40, 100])
+@pytest.mark.parametrize("chunks", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 100))])
 def test_killed_and_resumed_gives_the_bytes_of_an_unbroken_run(source, unbroken, tmp_path, chunks):
     store = tmp_path / "store"
     done = run(["-c", DIE, str(source), str(store), str(chunks)])

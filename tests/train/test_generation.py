@@ -26,7 +26,7 @@ def odd_stores(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["pad-is-eos", "no-pad"])
+@pytest.mark.parametrize("name", ["pad-is-eos", pytest.param("no-pad", marks=pytest.mark.slow)])
 def test_b13_overfitted_model_stops_after_every_answer(name, odd_stores, real_config):
     config = real_config(
         "dense", lora={"rank": 16}, train={"steps": 200, "rows_per_step": 12, "learning_rate": 0.02}

@@ -106,7 +106,7 @@ def test_killed_at_random_moments_and_rerun(whole):
     same_as_whole(whole, "killed")
 
 
-@pytest.mark.parametrize("stop", [20, 15])
+@pytest.mark.parametrize("stop", [20, pytest.param(15, marks=pytest.mark.slow)])
 def test_b35_stopped_and_resumed_in_a_new_process(whole, stop):
     name = f"stop{stop}"
     finish(whole, f"name={name}", f"train.steps={stop}")

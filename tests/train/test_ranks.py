@@ -201,7 +201,12 @@ def experts_reached(config, row):
 
 
 @pytest.mark.parametrize(
-    ("case", "count", "moved"), [("plain", 4, 32), ("plain", 1, 32), ("two", 4, 16), ("one", 4, 8), ("apart", 2, 32)]
+    ("case", "count", "moved"),
+    [
+        ("plain", 4, 32),
+        ("one", 4, 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 1, 32), ("two", 4, 16), ("apart", 2, 32))),
+    ],
 )
 def test_b60_experts_that_no_token_of_a_rank_reaches(tmp_path, stores, case, count, moved):
     """Two ranks on a real MoE through the command line give what one process gives."""

@@ -82,7 +82,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK_WAYS = ("3 uneven", "2 by experts", "tokens x stages")
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in QUICK_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_any_split_trains_the_same_adapter(way, stores4, one, tmp_path):
     world, split = WAYS[way]
     config = config_of(stores4, tmp_path, devices=[CPU] * world, split={**split, "rebalance": False})
