@@ -63,6 +63,7 @@ bench: $(VENV)/.dev
 	$(PY) -m bench.plan_times
 	$(PY) -m bench.plan_memory
 	$(PY) -m bench.plan
+	$(PY) -m bench.merge
 	$(PY) -m bench.train
 
 lint: $(VENV)/.dev

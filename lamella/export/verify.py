@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lamella.adapter import Adapter
+from lamella.data.steps import pack_lengths
 from lamella.engine import Engine
 from lamella.errors import RunFailed, UserError
 from lamella.export.engines.child import LLAMA_CPP, MLX, TRANSFORMERS
@@ -24,6 +25,7 @@ from lamella.models.layout import pack_rows
 from lamella.store.reader import Store
 
 POSITIONS = 16
+BATCH_TOKENS = 4096
 EXACT = 1e-3
 """Largest difference of log p that an export in fp32 may show in an engine that computes in fp32."""
 
@@ -108,11 +110,14 @@ def distance(ours: Seen, theirs: Seen) -> Distance:
 
 def ours(engine: Engine, asked: Asked) -> Seen:
     """What Lamella makes of the prompts, with the adapter that is attached."""
-    found = []
-    for ids, wanted in zip(asked.prompts, asked.wanted(), strict=True):
-        batch = pack_rows([(list(ids), [False] * len(ids))])
-        found.append(engine.logits(batch, list(wanted)).numpy())
-    return seen_whole(found)
+    found: dict[int, np.ndarray] = {}
+    for group in pack_lengths([len(ids) for ids in asked.prompts], BATCH_TOKENS):
+        batch = pack_rows([(list(asked.prompts[i]), [False] * len(asked.prompts[i])) for i in group])
+        starts = batch.starts.tolist()
+        positions = [starts[k] + t for k, i in enumerate(group) for t in asked.wanted()[i]]
+        ends = np.cumsum([len(asked.wanted()[i]) for i in group])[:-1]
+        found.update(zip(group, np.split(engine.logits(batch, positions).numpy(), ends), strict=True))
+    return seen_whole([found[i] for i in range(len(asked.prompts))])
 
 
 def verify(
