@@ -29,7 +29,7 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
     begin_s = time.perf_counter()
     out = scratch / case.name
     prompts = prompts_of(store, run)
-    found = export(Ask(run, out, case.to, store), None if case.to in ADAPTERS else prompts)
+    found = export(Ask(run, out, case.to, store, max_loss=case.max_loss), None if case.to in ADAPTERS else prompts)
     kl = found.facts["divergence"]["kl_mean"] if found.kind == "merged" else None
     proven = prove(found, TARGETS[case.engine], python_of(case.engine), prompts, scratch / case.model, dtype=case.dtype)
     return {
