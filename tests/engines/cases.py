@@ -29,7 +29,8 @@ class Case:
 TRANSFORMERS = [
     *(Case(model, to, "transformers") for model in ("dense", "moe") for to in ("peft", "fp32", "fp16")),
     *(Case(model, "bf16", "transformers", max_loss=1.0) for model in ("dense", "moe")),
-] + [Case("dense", "nf4", "transformers", max_loss=1.0)]
+    Case("dense", "nf4", "transformers", max_loss=1.0),
+]
 LLAMA_CPP = [
     Case(model, to, "llama.cpp") for model in ("dense", "moe") for to in ("gguf", "gguf-f32", "gguf-f16", "gguf-q8_0")
 ]

@@ -1,6 +1,6 @@
 """All cases on real weights, one after the other: `python -m tests.engines.run [NAME-PART ...]`; one JSON line each.
 
-`--write` puts the table into docs/engines.md.
+`--write` puts the table into docs/engines.md; with `--lines FILE ...` that of lines printed before, nothing is run.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     wanted = [part for part in sys.argv[1:] if not part.startswith("--")]
+    if "--lines" in sys.argv:
+        lines = [json.loads(line) for name in wanted for line in Path(name).read_text().splitlines()]
+        found = {row["case"]: row for row in lines}
+        write([found[case.name] for case in CASES if case.name in found])
+        return
     rows = []
     with tempfile.TemporaryDirectory(prefix="lamella-engines-") as scratch:
         for case in CASES:
@@ -69,9 +74,14 @@ def main() -> None:
                              "refused": error.what.strip().splitlines()[-1].strip()[:160]})  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
     if "--write" in sys.argv:
-        text = DOC.read_text()
-        before, after = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-        DOC.write_text(f"{text[:before]}\n{table(rows)}\n{text[after:]}")
+        write(rows)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The table's rows between its marks."""
+    text = DOC.read_text()
+    before, after = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    DOC.write_text(f"{text[:before]}\n{table(rows)}\n{text[after:]}")
 
 
 if __name__ == "__main__":
