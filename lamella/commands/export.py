@@ -14,7 +14,7 @@ Engines = Annotated[
     list[str] | None,
     typer.Option(
         "--engine", metavar="NAME[=PYTHON]",
-        help="Engine to verify with: transformers (default), vllm, llama.cpp, mlx; PYTHON of its own environment.",
+        help="Engine to verify with: transformers (default), transformers-serve, vllm, llama.cpp, mlx; PYTHON of its own environment.",
     ),
 ]  # fmt: skip
 Prompts = Annotated[
@@ -97,7 +97,7 @@ def export(
     texts = prompts_of(store_of(ask), source, prompts or ()) if check or measure or prompts else ()
     found = run_export(ask, texts if texts and measure is not False and not ask.is_adapter else None)
     if targets:
-        _verify(found, targets, texts, base, engine_dtype, limit)
+        _verify(found, targets, texts, base, engine_dtype, limit, prompts or [])
     if as_json:
         typer.echo(to_json(found))
         return
@@ -123,7 +123,9 @@ def parity(
 
     targets = _targets(engine)
     found = Export.read(folder)
-    _verify(found, targets, prompts_of(found.store, found.source, prompts or ()), base, engine_dtype, limit)
+    _verify(
+        found, targets, prompts_of(found.store, found.source, prompts or ()), base, engine_dtype, limit, prompts or []
+    )
     if as_json:
         typer.echo(to_json(found))
         return
@@ -138,16 +140,20 @@ def _targets(engines: list[str] | None) -> list[tuple[object, Path | None]]:
 
 def _verify(
     found: Export, targets: list[tuple[object, Path | None]], texts: tuple[tuple[int, ...], ...], base: Path | None,
-    dtype: str, limit: float | None,
+    dtype: str, limit: float | None, files: list[Path],
 ) -> None:  # fmt: skip
     import tempfile
 
     import torch
 
-    from lamella.export.run import prove
+    from lamella.export.engines.server import TransformersServe
+    from lamella.export.run import prove, prove_answers
 
     with tempfile.TemporaryDirectory(prefix="lamella-export-", dir=found.folder.absolute().parent) as scratch:
         for target, python in targets:
+            if isinstance(target, TransformersServe):
+                prove_answers(found, target, python, files, dtype=dtype, threads=torch.get_num_threads())
+                continue
             prove(found, target, python, texts, Path(scratch), base=base, dtype=dtype, limit=limit,  # type: ignore[arg-type]
                   threads=torch.get_num_threads())  # fmt: skip
 

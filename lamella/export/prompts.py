@@ -27,7 +27,7 @@ def prompts_of(
     Raises:
         UserError: no data to be found, or rows that cannot be used.
     """
-    paths = [Path(f) for f in files] or _trained_on(adapter)
+    paths = [Path(f) for f in files] or trained_on(adapter)
     template = adapter / "chat_template.jinja"
     config = DataConfig(
         max_tokens=1 << 20, system=own_system(adapter), chat_template=template if template.is_file() else None,
@@ -40,7 +40,12 @@ def prompts_of(
     return found
 
 
-def _trained_on(adapter: Path) -> list[Path]:
+def trained_on(adapter: Path) -> list[Path]:
+    """Data that a run's folder names.
+
+    Raises:
+        UserError: it names none, or it is not there any more.
+    """
     file = adapter / "config.json"
     try:
         named = json.loads(file.read_text())["data"]["train"] if file.is_file() else []

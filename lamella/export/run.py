@@ -18,6 +18,8 @@ from lamella.errors import RunFailed, UserError
 from lamella.export import travel
 from lamella.export.adapter_base import base_of, open_base
 from lamella.export.adapters import check_base, export_adapter
+from lamella.export.answers import Answered, chats_of, verify_answers
+from lamella.export.engines.server import TransformersServe
 from lamella.export.merge import EXPORT_FILE, FORMS, GGUF_FORMS, merge, write_base
 from lamella.export.verify import EXACT, Target, Verified, verify
 from lamella.export.writers.gguf_lora import export_lora
@@ -71,7 +73,7 @@ class Export:
     store: Path
     source: Path
     facts: dict[str, Any]
-    verified: list[Verified] = field(default_factory=list)
+    verified: list[Verified | Answered] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         before = self.facts.get("verified", [])
@@ -210,6 +212,28 @@ def prove(
     return done
 
 
+def prove_answers(
+    found: Export, server: TransformersServe, python: Path | None, files: Sequence[Path], *, dtype: str = "float32",
+    threads: int = 2,
+) -> Answered:  # fmt: skip
+    """As `prove`, of a server that tells no log-probabilities: its answers to the data's chats.
+
+    Raises:
+        UserError: as `prove`; or there are no chats. RunFailed: as `prove`.
+    """
+    if found.kind != "merged" or found.is_gguf:
+        raise UserError(f"{server.name} serves models, the export is {found.to!r}", fix="--to merged")
+    done = verify_answers(server, found.folder, store=found.store, adapter=found.source, chats=chats_of(found.source, files),
+                          python=python, dtype=dtype, threads=threads)  # fmt: skip
+    found.verified.append(done)
+    found.save()
+    if not done.ok:
+        raise RunFailed(
+            f"{done.engine}: {'; '.join(done.failures)}", fix="do not serve it; see export.json", path=found.folder
+        )
+    return done
+
+
 def dequantised(store: Path, folder: Path, as_gguf: bool) -> Path:
     """The base that the adapter was trained on, in fp32, as an engine loads it; made once."""
     if not folder.exists():
@@ -226,7 +250,9 @@ def _only_gguf(folder: Path) -> Path:
 def lines(found: Export) -> list[str]:
     """What engines said, for people."""
     return [
-        f"{v.engine}: log p within {v.tuned.largest:.2g} nats, KL {v.tuned.kl:.2g}, same likeliest token "
+        f"{v.engine}: {v.same:.0%} of its answers to {v.chats} chats are Lamella's, {v.base:.0%} the base's"
+        if isinstance(v, Answered)
+        else f"{v.engine}: log p within {v.tuned.largest:.2g} nats, KL {v.tuned.kl:.2g}, same likeliest token "
         f"{100 * v.tuned.top1:.1f} % at {v.positions} positions of {v.prompts} prompts; differs from the base by up to "
         f"{v.from_base.largest:.3g} nats"
         for v in found.verified

@@ -20,7 +20,7 @@ from lamella.engine import Engine
 from lamella.errors import RunFailed, UserError
 from lamella.export.engines.child import LLAMA_CPP, MLX, TRANSFORMERS
 from lamella.export.engines.seen import Answer, Asked, Seen, seen_whole
-from lamella.export.engines.server import Vllm
+from lamella.export.engines.server import TransformersServe, Vllm
 from lamella.models.layout import pack_rows
 from lamella.store.reader import Store
 
@@ -39,6 +39,7 @@ class Target(Protocol):
     def answer(self, asked: Asked, base_too: bool, python: Path | None) -> Answer: ...
 
 
+SERVE = TransformersServe()
 TARGETS: dict[str, Target] = {engine.name: engine for engine in (TRANSFORMERS, Vllm(), LLAMA_CPP, MLX)}
 
 
@@ -192,13 +193,14 @@ def _rest(told_p: np.ndarray, told_q: np.ndarray) -> np.ndarray:
         return np.where(rest_p > 0, rest_p * (np.log(rest_p) - np.log(rest_q)), 0.0)
 
 
-def target_of(text: str) -> tuple[Target, Path | None]:
+def target_of(text: str) -> tuple[Target | TransformersServe, Path | None]:
     """`NAME`, or `NAME=PYTHON` for an engine in an environment of its own.
 
     Raises:
         UserError: no engine of that name.
     """
     name, _, python = text.partition("=")
-    if name not in TARGETS:
-        raise UserError(f"no engine {name!r}", fix=f"one of {', '.join(TARGETS)}")
-    return TARGETS[name], Path(python) if python else None
+    known: dict[str, Target | TransformersServe] = {**TARGETS, SERVE.name: SERVE}
+    if name not in known:
+        raise UserError(f"no engine {name!r}", fix=f"one of {', '.join(known)}")
+    return known[name], Path(python) if python else None

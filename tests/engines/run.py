@@ -58,7 +58,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     wanted = [part for part in sys.argv[1:] if not part.startswith("--")]
     if "--lines" in sys.argv:
-        lines = [json.loads(line) for name in wanted for line in Path(name).read_text().splitlines()]
+        lines = [
+            json.loads(line) for name in wanted for line in Path(name).read_text().splitlines() if line.startswith("{")
+        ]
         found = {row["case"]: row for row in lines}
         write([found[case.name] for case in CASES if case.name in found])
         return

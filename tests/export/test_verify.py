@@ -11,6 +11,7 @@ from lamella.adapter import Adapter
 from lamella.config import LoraConfig
 from lamella.engine import Engine
 from lamella.errors import RunFailed, UserError
+from lamella.export.answers import judge_answers
 from lamella.export.engines.seen import Answer, Asked, Seen, seen_whole
 from lamella.export.engines.server import seen_some
 from lamella.export.verify import EXACT, TARGETS, distance, judge, target_of, verify
@@ -131,3 +132,14 @@ def test_an_engine_that_stops_says_why(trained, tmp_path):
     with pytest.raises(RunFailed, match=r"transformers stopped with exit code 1:\n(?s:.*)nothing-here"):
         verify(TARGETS["transformers"], tmp_path / "nothing-here", adapter, store=store, adapter=adapter,
                prompts=[(1, 2, 3)], limit=None)  # fmt: skip
+
+
+def test_answers_of_a_server_are_ours_or_it_fails():
+    tuned, base = ["a", "b", "c"], ["x", "b", "y"]
+    assert judge_answers("s 1", "float32", ["a ", "b", "c"], tuned, base).ok
+    assert (
+        "67% of its answers are Lamella's" in judge_answers("s 1", "float32", ["a", "b", "q"], tuned, base).failures[0]
+    )
+    ignored = judge_answers("s 1", "float32", base, tuned, base)
+    assert ignored.failures[-1] == "100% of its answers are those of the base: the adapter has no effect there"
+    assert "changes none" in judge_answers("s 1", "float32", base, base, base).failures[0]
