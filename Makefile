@@ -30,7 +30,7 @@ test-engines: $(VENV)/.dev
 	$(PY) -m pytest -m engines --timeout 1800 tests/engines $(ARGS)
 
 # vLLM stops at start-up beside torchvision, torchaudio or torchcodec of another torch.
-engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made
+engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made .engines/transformers-serve/.made
 
 .engines/llama.cpp/.made: requirements-llama-cpp.txt
 	$(HOST_PYTHON) -m venv .engines/llama.cpp
@@ -46,6 +46,11 @@ engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made
 .engines/mlx/.made: requirements-mlx.txt
 	$(HOST_PYTHON) -m venv .engines/mlx
 	.engines/mlx/bin/pip install --quiet --disable-pip-version-check -r requirements-mlx.txt
+	touch $@
+
+.engines/transformers-serve/.made: requirements-serve.txt
+	$(HOST_PYTHON) -m venv .engines/transformers-serve
+	.engines/transformers-serve/bin/pip install --quiet --disable-pip-version-check -r requirements-serve.txt
 	touch $@
 
 bench: $(VENV)/.dev

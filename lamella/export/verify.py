@@ -101,9 +101,9 @@ def distance(ours: Seen, theirs: Seen) -> Distance:
     told = theirs.ids >= 0
     p = np.where(told, ours.logprobs[rows, np.maximum(theirs.ids, 0)], -np.inf).astype(np.float64)
     q = np.where(told, theirs.logprobs, -np.inf).astype(np.float64)
-    largest = float(np.abs(np.where(told, p - q, 0.0)).max())
-    with np.errstate(invalid="ignore"):
-        kl = np.where(told, np.exp(p) * (p - q), 0.0).sum(-1)
+    with np.errstate(invalid="ignore"):  # -inf less -inf, where a token is not told of
+        apart = np.where(told, p - q, 0.0)
+    largest, kl = float(np.abs(apart).max()), (np.exp(p) * apart).sum(-1)
     if not theirs.whole:
         kl += _rest(np.exp(p).sum(-1), np.exp(q).sum(-1))
     return Distance(largest, float(max(kl.mean(), 0.0)), float((ours.top == theirs.top).mean()))

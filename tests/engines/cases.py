@@ -37,7 +37,8 @@ LLAMA_CPP = [
 VLLM = [Case("dense", "vllm", "vllm"), Case("dense", "fp32", "vllm"), Case("moe", "fp32", "vllm"),
         Case("dense", "bf16", "vllm", "bfloat16", max_loss=1.0)]  # fmt: skip
 MLX = [Case("dense", "mlx", "mlx"), Case("dense", "fp32", "mlx"), Case("moe", "mlx", "mlx")]
-CASES = [*TRANSFORMERS, *LLAMA_CPP, *VLLM, *MLX]
+SERVE = [Case("dense", "fp32", "transformers-serve"), Case("moe", "fp32", "transformers-serve")]
+CASES = [*TRANSFORMERS, *SERVE, *LLAMA_CPP, *VLLM, *MLX]
 
 
 def python_of(engine: str) -> Path | None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from lamella.errors import UserError
 from lamella.export.prompts import prompts_of
-from lamella.export.run import ADAPTERS, Ask, export, prove
-from lamella.export.verify import TARGETS
+from lamella.export.run import ADAPTERS, Ask, export, prove, prove_answers
+from lamella.export.verify import SERVE, TARGETS
 from tests.engines.cases import CASES, Case, python_of
 from tests.engines.prepare import trained
 
@@ -31,6 +31,13 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
     prompts = prompts_of(store, run)
     found = export(Ask(run, out, case.to, store, max_loss=case.max_loss), None if case.to in ADAPTERS else prompts)
     kl = found.facts["divergence"]["kl_mean"] if found.kind == "merged" else None
+    if case.engine == SERVE.name:
+        answered = prove_answers(found, SERVE, python_of(case.engine), (), dtype=case.dtype)
+        return {
+            "case": case.name, "model": case.model, "to": case.to, "engine": answered.engine, "dtype": case.dtype,
+            "kl_from_adapter_on_base": kl, "same_answers": answered.same, "base_answers": answered.base, "chats": answered.chats,
+            "seconds": round(time.perf_counter() - begin_s, 1),
+        }  # fmt: skip
     proven = prove(found, TARGETS[case.engine], python_of(case.engine), prompts, scratch / case.model, dtype=case.dtype)
     return {
         "case": case.name, "model": case.model, "to": case.to, "engine": proven.engine, "dtype": case.dtype,
@@ -46,6 +53,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         if "refused" in r:
             lines.append(f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | fails: {r['refused']} | | | | |")
+            continue
+        if "same_answers" in r:
+            lines.append(f"| {r['model']} | {r['to']} | {r['engine']} serve | {r['dtype']} | {r['kl_from_adapter_on_base']:.1e} | "
+                         f"{r['same_answers']:.0%} of {r['chats']} greedy answers the same; {r['base_answers']:.0%} the base's | | | |")  # fmt: skip
             continue
         kl = "exact" if r["kl_from_adapter_on_base"] is None else f"{r['kl_from_adapter_on_base']:.1e}"
         lines.append(
