@@ -55,8 +55,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | fails: {r['refused']} | | | | |")
             continue
         if "same_answers" in r:
-            lines.append(f"| {r['model']} | {r['to']} | {r['engine']} serve | {r['dtype']} | {r['kl_from_adapter_on_base']:.1e} | "
-                         f"{r['same_answers']:.0%} of {r['chats']} greedy answers the same; {r['base_answers']:.0%} the base's | | | |")  # fmt: skip
+            told = (
+                f"{r['same_answers']:.0%} of {r['chats']} greedy answers the same; {r['base_answers']:.0%} the base's"
+            )
+            first = f"| {r['model']} | {r['to']} | {r['engine']} serve | {r['dtype']}"
+            lines.append(f"{first} | {r['kl_from_adapter_on_base']:.1e} | {told} | | | |")
             continue
         kl = "exact" if r["kl_from_adapter_on_base"] is None else f"{r['kl_from_adapter_on_base']:.1e}"
         lines.append(
