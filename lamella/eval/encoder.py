@@ -38,11 +38,6 @@ class StoreEncoder:
             template, system = _own_template(adapter / "chat_template.jinja"), own_system(adapter)
         return cls(Encoder(load_tokenizer(folder), chat_template=template, system=system))
 
-    @property
-    def text(self) -> Any:
-        """The tokenizer."""
-        return self._encoder.text
-
     def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Ids up to where the answer begins: the training prefix of the same messages."""
         try:

@@ -85,7 +85,7 @@ def verify_answers(
     for attached in (None, Adapter.load(adapter, engine.skeleton)):
         engine.attach(attached)
         made = engine.generate(prompts, NEW_TOKENS, encoder.stop_ids)
-        ours.append([encoder.text.decode(one.ids, skip_special_tokens=True) for one in made])
+        ours.append([encoder.decode(one.ids) for one in made])
     engine.close()
     system = [] if encoder.system is None else [{"role": "system", "content": encoder.system}]
     whole = [chat if chat[0]["role"] == "system" else [*system, *chat] for chat in chats]
