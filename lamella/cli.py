@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from lamella import __version__
 from lamella.commands import data, demo, eval, export, plan, probe, quantize, store, train
@@ -35,6 +37,8 @@ def _root(
 
 for module in (probe, plan, quantize, store, data, train, eval, export, demo):
     module.register(app)
+for command in app.registered_commands:  # [classes] in a text is no markup
+    command.help = escape(inspect.getdoc(command.callback) or "")
 
 
 def main() -> None:

@@ -118,6 +118,14 @@ class AdapterFile:
 
     def _refuse(self, strange: list[str], heads: list[str]) -> None:
         """Say which tensors no server takes from an adapter, and why."""
+        renamed = [
+            name for name in strange if (".lora_A." in name or ".lora_B." in name) and not name.startswith(PREFIX)
+        ]
+        if renamed:
+            raise UserError(
+                f"{len(renamed)} names of pairs do not begin with {PREFIX}, first {renamed[0]}", path=self.path,
+                fix="save the adapter again with the tool that trained it, or give the tensors that prefix",
+            )  # fmt: skip
         reasons = [f"{name} is not a LoRA weight: {_why(name)}" for name in strange[:3]]
         reasons += [f"{name} is a LoRA pair outside the decoder layers" for name in heads[:3]]
         more = len(strange) + len(heads) - len(reasons)
@@ -441,7 +449,11 @@ def _open(path: Path) -> TensorsFile:
         return TensorsFile(path)
     except (OSError, UserError) as error:
         what = error.what if isinstance(error, UserError) else error
-        raise UserError(f"cannot be read: {what}", path=path, fix="the adapter is incomplete; save it again") from error
+        if not path.exists():
+            raise UserError("no such file", path=path, fix="give the folder of a whole adapter") from error
+        raise UserError(
+            f"cannot be read: {what}", path=path, fix="save the adapter again, whole and in fp32 or 16 bit"
+        ) from error
 
 
 def _why(name: str) -> str:

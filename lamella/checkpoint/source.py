@@ -34,8 +34,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(file: Path, fix: str = AGAIN) -> dict[str, Any]:
+    """A JSON object from a file; `fix` is what a broken one's error says.
 
     Raises:
         UserError: missing, unreadable, not JSON (with line and column), not an object.
@@ -46,11 +46,11 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError("no such file", fix="give a Hugging Face checkpoint folder", path=file) from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg}"
-        raise UserError(what, fix=AGAIN, path=file, line=error.lineno, column=error.colno) from error
+        raise UserError(what, fix=fix, path=file, line=error.lineno, column=error.colno) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", fix=AGAIN, path=file) from error
+        raise UserError(f"cannot be read: {error}", fix=fix, path=file) from error
     if not isinstance(tree, dict):
-        raise UserError("is not a JSON object", fix=AGAIN, path=file)
+        raise UserError("is not a JSON object", fix=fix, path=file)
     return tree
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamella.errors import UserError
+
 if TYPE_CHECKING:
     from lamella.export.run import Export
+
+
+class EngineDtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
 
 Engines = Annotated[
     list[str] | None,
     typer.Option(
         "--engine", metavar="NAME[=PYTHON]",
-        help="Engine to verify with: transformers (default), transformers-serve, vllm, llama.cpp, mlx; PYTHON of its own environment.",
+        help="Engine to verify with: transformers (default), transformers-serve, vllm, llama.cpp (default for GGUF), mlx; "
+        "PYTHON of its own environment.",
     ),
 ]  # fmt: skip
 Prompts = Annotated[
@@ -31,9 +42,7 @@ Limit = Annotated[
     float | None,
     typer.Option(help="Largest difference of log p in nats; default: 0.001 where the export is exact, none elsewhere."),
 ]
-DtypeOf = Annotated[
-    str, typer.Option("--engine-dtype", help="That the engine computes in: float32, bfloat16, float16.")
-]
+DtypeOf = Annotated[EngineDtype, typer.Option("--engine-dtype", help="That the engine computes in.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +87,7 @@ def export(
     prompts: Prompts = None,
     base: BaseFolder = None,
     limit: Limit = None,
-    engine_dtype: DtypeOf = "float32",
+    engine_dtype: DtypeOf = EngineDtype.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print export.json's object.")] = False,
 ) -> None:
     """Write an adapter as another engine reads it, or merged into a model.
@@ -92,12 +101,23 @@ def export(
     from lamella.export.run import Ask, lines, store_of, to_json
     from lamella.export.run import export as run_export
 
-    targets = _targets(engine) if check else []
     ask = Ask(source, out, to, store, onto, dtype, max_loss, another_base, tuple(allow or ()))
+    ask.check()
+    if not check:
+        idle = [
+            name for name, value in (("--engine", engine), ("--base", base), ("--limit", limit)) if value is not None
+        ]
+        if idle:
+            raise UserError(f"{', '.join(idle)}: about --verify", fix="add --verify, or leave it out")
+    if measure and ask.is_adapter:
+        raise UserError(f"--measure is about merged models, --to {to} writes an adapter", fix="say --verify")
+    if out.exists():
+        raise UserError("exists already", fix="give another -o DIR, or delete it first", path=out)
+    targets = _targets(engine, to, base, limit) if check else []
     texts = prompts_of(store_of(ask), source, prompts or ()) if check or measure or prompts else ()
     found = run_export(ask, texts if texts and measure is not False and not ask.is_adapter else None)
     if targets:
-        _verify(found, targets, texts, base, engine_dtype, limit, prompts or [])
+        _verify(found, targets, texts, base, engine_dtype.value, limit, prompts or [])
     if as_json:
         typer.echo(to_json(found))
         return
@@ -110,7 +130,7 @@ def parity(
     prompts: Prompts = None,
     base: BaseFolder = None,
     limit: Limit = None,
-    engine_dtype: DtypeOf = "float32",
+    engine_dtype: DtypeOf = EngineDtype.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print export.json's object.")] = False,
 ) -> None:
     """Compare an export in other engines with the adapter it was made of, on 20 real prompts.
@@ -121,21 +141,33 @@ def parity(
     from lamella.export.prompts import prompts_of
     from lamella.export.run import Export, lines, to_json
 
-    targets = _targets(engine)
     found = Export.read(folder)
-    _verify(
-        found, targets, prompts_of(found.store, found.source, prompts or ()), base, engine_dtype, limit, prompts or []
-    )
+    targets = _targets(engine, found.to, base, limit)
+    texts = prompts_of(found.store, found.source, prompts or ())
+    _verify(found, targets, texts, base, engine_dtype.value, limit, prompts or [])
     if as_json:
         typer.echo(to_json(found))
         return
     _show(found, lines(found))
 
 
-def _targets(engines: list[str] | None) -> list[tuple[object, Path | None]]:
+def _targets(
+    engines: list[str] | None, to: str, base: Path | None, limit: float | None
+) -> list[tuple[object, Path | None]]:
+    """The engines asked for, looked at before anything is written."""
+    from lamella.export.run import ADAPTERS, check_engine, is_gguf
     from lamella.export.verify import target_of
 
-    return [target_of(text) for text in engines or ["transformers"]]
+    if limit is not None and not limit >= 0:
+        raise UserError(f"--limit {limit:g} is no difference", fix="give nats from 0, such as 0.001")
+    if base is not None and to not in ADAPTERS:
+        raise UserError(f"--base goes under adapters, {to!r} is a whole model", fix="leave it out")
+    if base is not None and not base.exists():
+        raise UserError("no such --base", fix="give a checkpoint folder, or a .gguf file, that is there", path=base)
+    targets = [target_of(text) for text in engines or ["llama.cpp" if is_gguf(to) else "transformers"]]
+    for target, python in targets:
+        check_engine(target, python, to)
+    return list(targets)
 
 
 def _verify(
@@ -147,8 +179,11 @@ def _verify(
     import torch
 
     from lamella.export.engines.server import TransformersServe
-    from lamella.export.run import prove, prove_answers
+    from lamella.export.run import EXPORT_FILE, prove, prove_answers
+    from lamella.store.journal import check_writable
 
+    for path in (found.folder, found.folder / EXPORT_FILE):
+        check_writable(path, "the comparison", "place for the export")
     with tempfile.TemporaryDirectory(prefix="lamella-export-", dir=found.folder.absolute().parent) as scratch:
         for target, python in targets:
             if isinstance(target, TransformersServe):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from lamella.console import notice
 from lamella.errors import UserError
 
 if TYPE_CHECKING:
+    from lamella.quality.texts import Texts
     from lamella.store.manifest import Manifest
     from lamella.store.quantize import QuantizeSettings
 
@@ -100,13 +102,11 @@ def quantize(
         else:
             print_report(manifest, out)
         return
-    from lamella.quality.gate import check_store, differs, texts_for
+    from lamella.quality.gate import check_store, differs
     from lamella.quality.show import print_quality
     from lamella.store.manifest import MANIFEST_NAME, read_manifest
 
-    texts = None
-    if Path(checkpoint).suffix != ".gguf":  # whose tokenizer is in the store alone
-        texts = texts_for(checkpoint, check, check_tokens)  # hours of quantising must not end in a bad file name
+    texts = _texts_first(checkpoint, check, check_tokens)
     if (out / MANIFEST_NAME).is_file():
         given = [key for key in ("block_size", "double_quant", "kept_dtype", "formats") if _was_given(ctx, key)]
         other = differs(checkpoint, out, settings, given)
@@ -123,7 +123,7 @@ def quantize(
         import torch
 
         torch.set_num_threads(threads)
-    quality = check_store(checkpoint, out, texts or texts_for(out, check, check_tokens), check_dtype.value)
+    quality = check_store(checkpoint, out, texts, check_dtype.value)
     if as_json:
         typer.echo(json.dumps({"store": str(out), **report_json(manifest), "quality": quality.to_json()}))
     else:
@@ -132,6 +132,19 @@ def quantize(
         notice(f"WARNING: {quality.verdict.text} ({'; '.join(quality.verdict.reasons)})")
         if strict:
             raise typer.Exit(3)
+
+
+def _texts_first(checkpoint: str, file: Path, tokens: int) -> Texts:
+    """Encoded before the store is made: hours of quantising must not end in a bad file name."""
+    from lamella.checkpoint.source import Checkpoint
+    from lamella.quality.gate import texts_for
+    from lamella.store.gguf_files import write_gguf_files
+
+    if Path(checkpoint).suffix != ".gguf":
+        return texts_for(checkpoint, file, tokens)
+    with tempfile.TemporaryDirectory(prefix="lamella-quantize-") as folder, Checkpoint.open(checkpoint) as opened:
+        write_gguf_files(opened.path, opened.config, Path(folder))
+        return texts_for(folder, file, tokens)
 
 
 def _make(checkpoint: str, out: Path, settings: QuantizeSettings, threads: int | None) -> Manifest:

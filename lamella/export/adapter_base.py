@@ -72,8 +72,13 @@ def base_of(folder: Path) -> Path:
     Raises:
         UserError: the folder is no run's, or the store is not there any more.
     """
+    if not folder.is_dir():
+        raise UserError(
+            "is a file, not a folder" if folder.exists() else "no such folder",
+            fix="give a run folder, or an adapter's", path=folder,
+        )  # fmt: skip
     receipt = folder / "receipt.json"
-    fix = "give the store or checkpoint it was trained on"
+    fix = "give --store: the store or checkpoint it was trained on"
     if not receipt.is_file():
         raise UserError("the folder does not say which base its adapter belongs to", fix=fix, path=folder)
     try:

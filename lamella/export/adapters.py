@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from lamella.export import travel
 from lamella.export.adapter_base import Base, base_of, open_base
 from lamella.export.servers import server_notes
 from lamella.files import fsync_path
+from lamella.store.journal import check_writable
 
 _SAME_SCALE = 1e-9
 """Scales that differ by less are one scale written twice (alpha / sqrt(r) is rounded)."""
@@ -105,10 +107,7 @@ def export_adapter(
     if allowed:
         check_allowed(file.sites.values(), allowed)
     places = places_of(where.skeleton, where.shapes)
-    temp = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    temp.parent.mkdir(parents=True, exist_ok=True)
-    temp.mkdir()
-    try:
+    with aside(out) as temp:
         rank, tensors, said = write_layout(target, file, places, temp, where)
         notes = [f"read as layout {file.layout.name} ({file.how})", *file.notes, *said]
         notes += server_notes(target, file.sites.values(), rank, where, out)
@@ -120,12 +119,29 @@ def export_adapter(
             if path.is_file():
                 fsync_path(path)
         os.replace(temp, out)
-    finally:
-        if temp.exists():
-            shutil.rmtree(temp)
     fsync_path(out.absolute().parent)
     files = {str(p.relative_to(out)): p.stat().st_size for p in sorted(out.rglob("*")) if p.is_file()}
     return Exported(out, target.name, files, len(file.sites), tensors, tuple(notes))
+
+
+@contextmanager
+def aside(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, gone at the end unless it was renamed.
+
+    Raises:
+        UserError: no folder can be made there, or no room.
+    """
+    check_writable(out, "the export", "-o DIR")
+    temp = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        temp.mkdir(parents=True)
+        yield temp
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror or error}", fix="make room, or give another -o DIR", path=out
+        ) from error
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def check_base(file: AdapterFile, base: Base, another_base: bool = False) -> None:
@@ -134,7 +150,7 @@ def check_base(file: AdapterFile, base: Base, another_base: bool = False) -> Non
     if trained_on is not None and trained_on != base.fingerprint and not another_base:
         raise UserError(
             f"the adapter was trained on a base with fingerprint {trained_on}, this one's is {base.fingerprint}",
-            fix="give the base it was trained on, or say that another one is meant (another_base)", path=base.path,
+            fix="give the base it was trained on, or say --another-base when this one is meant", path=base.path,
         )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lamella.adapter.read import AdapterFile, describe
+from lamella.checkpoint.fingerprint import fingerprint
 from lamella.checkpoint.marks import plain_config
 from lamella.checkpoint.source import read_json
 from lamella.console import notice
+from lamella.errors import UserError
 from lamella.export.adapter_base import open_base
 from lamella.export.adapters import check_base
 from lamella.export.base import Base, CheckpointBase, StoreBase
@@ -59,7 +61,8 @@ class Adapted:
 class MergeJob:
     """Everything that is known before the first value; without an adapter there are no `pairs` and no deltas."""
 
-    def __init__(self, store: Store, adapter: Path | None, onto: str | Path, layout: str | None) -> None:
+    def __init__(self, store: Store, adapter: Path | None, onto: str | Path, layout: str | None,
+                 another_base: bool = False) -> None:  # fmt: skip
         manifest = store.manifest
         self.store, self.adapter, self.of = store, adapter, open_base(store.path)
         self.skeleton = self.of.skeleton
@@ -69,13 +72,22 @@ class MergeJob:
         self.deltas: dict[str, DeltaOf] = {}
         if adapter is not None:
             file = AdapterFile(adapter, self.skeleton, layout)
-            check_base(file, self.of)
+            check_base(file, self.of, another_base)
             for line in (*(() if file.layout.name == "peft" else (describe(file),)), *file.notes):
                 notice(line)
             self.pairs = PairFile(file)
             self.deltas = plan_deltas(self.pairs, self.plans, self.of.shapes, self.skeleton)
         self.of_store = StoreBase(store)
-        self.base: Base = self.of_store if onto == "store" else CheckpointBase(onto, self.of.shapes)
+        self.base: Base = self.of_store
+        if onto != "store":
+            self.base = CheckpointBase(onto, self.of.shapes)
+            found = fingerprint(self.base.checkpoint, manifest.tie_word_embeddings)
+            if found != manifest.source_fingerprint and not another_base:
+                raise UserError(
+                    f"is another model: fingerprint {found}, the store was made from {manifest.source_fingerprint}",
+                    fix="give the checkpoint the store was made from, or say --another-base when this one is meant",
+                    path=self.base.checkpoint.path,
+                )
         plain = plain_config(read_json(store.path / "config.json"))
         self.config = with_older_names({**plain, "tie_word_embeddings": manifest.tie_word_embeddings})
         self.targets = _targets(self)

@@ -60,9 +60,7 @@ class Loss:
 
     @property
     def error(self) -> float:
-        if self.delta2 == 0:
-            return 0.0 if self.error2 == 0 else math.inf
-        return math.sqrt(self.error2 / self.delta2)
+        return math.sqrt(self.error2 / self.delta2) if self.delta2 else 0.0  # no change, none to lose
 
     @property
     def kept(self) -> float:
@@ -117,8 +115,8 @@ def complaint(losses: Sequence[TensorLoss], form: str, max_loss: float | None, s
         if max_loss is not None or plain:
             limit = MAX_ERROR if max_loss is None else max_loss
             if loss.error > limit * slack:
-                return (f"{form} would lose {loss.error:.0%} of the adapter's change of {name} (mean |delta| {loss.mean_delta:.2g}), "
-                        f"limit {limit:.0%}")  # fmt: skip
+                return (f"{form} would lose {loss.error:.2g} of the adapter's change of {name} (mean |delta| {loss.mean_delta:.2g}), "
+                        f"limit {limit:.2g}")  # fmt: skip
         elif loss.kept < MIN_KEPT / slack:
             return (f"{form} would keep {max(loss.kept, 0.0):.0%} of the adapter's change of {name} (mean |delta| "
                     f"{loss.mean_delta:.2g}), least {MIN_KEPT:.0%}: rounding eats the rest")  # fmt: skip

@@ -125,6 +125,7 @@ def merge(
     layout: str | None = None,
     dtype: str | None = None,
     max_loss: float | None = None,
+    another_base: bool = False,
     experts_4bit: bool = False,
     texts: Sequence[Sequence[int]] | None = None,
     writer: WriterOf | None = None,
@@ -142,6 +143,7 @@ def merge(
         dtype: of what "fp8" and "nf4" leave in 16 or 32 bit; None: bf16, or fp16 where the checkpoint was that.
         max_loss: limit on each class's error of the recovered delta; None: `loss.MAX_ERROR`, and for 4 and 8 bit
             `loss.MIN_KEPT` of what is kept.
+        another_base: merge although the store's, or `onto`'s, weights are not those that the adapter was trained on.
         experts_4bit: "nf4": single experts' weights too (vLLM reads them, transformers 5 does not).
         texts: token ids; the merged model is read back and compared with adapter-on-base on them (`quality.divergence`).
         writer: makes the writer of a form of its own, which `form` names.
@@ -160,12 +162,12 @@ def merge(
     if out.exists():
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
-    job = MergeJob(opened, adapter, onto, layout)
+    job = MergeJob(opened, adapter, onto, layout, another_base)
     assert job.pairs is not None
+    check_writable(out, "the export", "-o DIR")
     with torch.inference_mode():
         if writer is None:
             form = _settled_form(job, form, max_loss)
-        check_writable(out)
         with _partial_folder(out) as partial:
             order = Order(partial, job.targets, job.head, job.config, _small_files(opened, adapter))
             made = writer(order) if writer else _writer(order, form, dtype, experts_4bit, shard_bytes, finished)
@@ -205,7 +207,7 @@ def write_base(store: Path, out: Path, form: str = "fp32") -> None:
         raise UserError("exists already", fix="give another OUT, or delete it first", path=out)
     opened = Store.open(store)
     job = MergeJob(opened, None, "store", None)
-    check_writable(out)
+    check_writable(out, "the base", "OUT")
     with torch.inference_mode(), _partial_folder(out) as partial:
         order = Order(partial, job.targets, job.head, job.config, _small_files(opened, None))
         made = _writer(order, form, None, False, SHARD_BYTES, None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from lamella.console import notice
 from lamella.errors import RunFailed, UserError
 from lamella.export import travel
 from lamella.export.adapter_base import base_of, open_base
-from lamella.export.adapters import check_base, export_adapter
+from lamella.export.adapters import aside, check_base, export_adapter
 from lamella.export.answers import Answered, chats_of, verify_answers
 from lamella.export.engines.server import TransformersServe
 from lamella.export.merge import EXPORT_FILE, FORMS, GGUF_FORMS, merge, write_base
@@ -28,6 +26,7 @@ from lamella.files import write_json
 MODELS = ("merged", *(form for form in FORMS if form != "auto"))
 ADAPTERS = (*LAYOUTS, GGUF)
 ADAPTER_FILE = "adapter.gguf"
+_AGAIN = "export again with this version"
 _EXACT_FORMS = ("fp32", "gguf-f32")
 
 
@@ -56,6 +55,22 @@ class Ask:
     @property
     def is_adapter(self) -> bool:
         return self.to in ADAPTERS
+
+    def check(self) -> None:
+        """Raises `UserError`: an unknown target, a loss that is none, or what says nothing about this target."""
+        if self.to not in (*ADAPTERS, *MODELS):
+            raise UserError(
+                f"--to {self.to!r} is no target", fix=f"adapters: {', '.join(ADAPTERS)}; models: {', '.join(MODELS)}"
+            )
+        if self.max_loss is not None and not self.max_loss >= 0:
+            raise UserError(f"--max-loss {self.max_loss:g} is no share", fix="give a number from 0, such as 0.1")
+        idle = [name for name, given in (("--onto", self.onto != "store"), ("--dtype", self.dtype is not None),
+                                         ("--max-loss", self.max_loss is not None)) if given]  # fmt: skip
+        if self.is_adapter and idle:
+            raise UserError(f"{', '.join(idle)}: about merged models, --to {self.to} writes an adapter",
+                            fix=f"leave it out, or --to {MODELS[0]}")  # fmt: skip
+        if self.allowed and (not self.is_adapter or self.to == GGUF):
+            raise UserError(f"--allow is not looked at with --to {self.to}", fix="leave it out")
 
 
 @dataclass
@@ -87,7 +102,7 @@ class Export:
 
     @property
     def is_gguf(self) -> bool:
-        return self.to == GGUF or self.to in GGUF_FORMS
+        return is_gguf(self.to)
 
     @classmethod
     def read(cls, folder: Path) -> Export:
@@ -97,12 +112,18 @@ class Export:
             UserError: no export, or a broken `export.json`.
         """
         file = folder / EXPORT_FILE
-        tree = read_json(file)
-        try:
-            to, kind, store, source = (str(tree[key]) for key in ("to", "kind", "store", "source"))
-        except KeyError as error:
-            raise UserError(f"says no {error}", fix="export again with this version", path=file) from error
-        return cls(folder, to, kind, Path(store), Path(source), tree)
+        if not file.is_file():
+            raise UserError("is no export", fix="give a folder that `lamella export` made", path=folder)
+        tree = read_json(file, fix=_AGAIN)
+        to, kind, store, source = (tree.get(key) for key in ("to", "kind", "store", "source"))
+        for key, value in (("store", store), ("source", source)):
+            if not isinstance(value, str):
+                raise UserError(f"{key} is {value!r}", fix=_AGAIN, path=file)
+        if kind != ("adapter" if to in ADAPTERS else "merged") or to not in (*ADAPTERS, *MODELS):
+            raise UserError(f"to is {to!r}, kind {kind!r}", fix=_AGAIN, path=file)
+        if not isinstance(tree.get("verified", []), list):
+            raise UserError(f"verified is {tree['verified']!r}", fix=_AGAIN, path=file)
+        return cls(folder, str(to), str(kind), Path(str(store)), Path(str(source)), tree)
 
 
 def export(ask: Ask, texts: Sequence[Sequence[int]] | None = None) -> Export:
@@ -114,10 +135,7 @@ def export(ask: Ask, texts: Sequence[Sequence[int]] | None = None) -> Export:
     Raises:
         UserError: an unknown target, and what `export_adapter`, `merge` and the GGUF writers refuse.
     """
-    if ask.to not in (*ADAPTERS, *MODELS):
-        raise UserError(
-            f"--to {ask.to!r} is no target", fix=f"adapters: {', '.join(ADAPTERS)}; models: {', '.join(MODELS)}"
-        )
+    ask.check()
     store = store_of(ask)
     if ask.to == GGUF:
         return _gguf_adapter(ask, store)
@@ -130,8 +148,9 @@ def export(ask: Ask, texts: Sequence[Sequence[int]] | None = None) -> Export:
     else:
         form = "auto" if ask.to == "merged" else ask.to
         merged = merge(
-            store, ask.source, ask.out, form, onto=ask.onto, dtype=ask.dtype, max_loss=ask.max_loss, texts=texts
-        )
+            store, ask.source, ask.out, form, onto=ask.onto, dtype=ask.dtype, max_loss=ask.max_loss,
+            another_base=ask.another_base, texts=texts,
+        )  # fmt: skip
         found = Export(ask.out, merged.form, "merged", store, ask.source, read_json(ask.out / EXPORT_FILE))
     found.save()
     return found
@@ -149,9 +168,7 @@ def _gguf_adapter(ask: Ask, store: Path) -> Export:
     base = open_base(store)
     file = AdapterFile(ask.source, base.skeleton)
     check_base(file, base, ask.another_base)
-    temp = ask.out.with_name(f".{ask.out.name}.{os.getpid()}.partial")
-    temp.mkdir(parents=True)
-    try:
+    with aside(ask.out) as temp:
         done = export_lora(ask.source, base.skeleton, temp / ADAPTER_FILE, {"base_fingerprint": base.fingerprint})
         notes = [f"start: llama-server -m BASE.gguf --lora {ask.out / ADAPTER_FILE}"]
         if done.folded:
@@ -162,9 +179,6 @@ def _gguf_adapter(ask: Ask, store: Path) -> Export:
         )  # fmt: skip
         found.save()
         temp.rename(ask.out)
-    finally:
-        if temp.exists():
-            shutil.rmtree(temp)
     found.folder = ask.out
     for line in notes:
         notice(line)
@@ -186,13 +200,7 @@ def prove(
         UserError: the engine is not installed, or takes another kind of file.
         RunFailed: it refuses the export, or what it says is not what the adapter says.
     """
-    takes_gguf = bool(getattr(target, "takes_gguf", False))
-    if takes_gguf != found.is_gguf:
-        what = "takes GGUF files" if takes_gguf else "does not take GGUF files"
-        raise UserError(
-            f"{target.name} {what}, the export is {found.to!r}",
-            fix="--to gguf-f16 or gguf" if takes_gguf else "--to merged or peft",
-        )
+    check_engine(target, python, found.to)
     if found.kind == "merged":
         model, served = (_only_gguf(found.folder) if found.is_gguf else found.folder), None
         exact = found.to in _EXACT_FORMS
@@ -221,8 +229,7 @@ def prove_answers(
     Raises:
         UserError: as `prove`; or there are no chats. RunFailed: as `prove`.
     """
-    if found.kind != "merged" or found.is_gguf:
-        raise UserError(f"{server.name} serves models, the export is {found.to!r}", fix="--to merged")
+    check_engine(server, python, found.to)
     done = verify_answers(server, found.folder, store=found.store, adapter=found.source, chats=chats_of(found.source, files),
                           python=python, dtype=dtype, threads=threads)  # fmt: skip
     found.verified.append(done)
@@ -232,6 +239,30 @@ def prove_answers(
             f"{done.engine}: {'; '.join(done.failures)}", fix="do not serve it; see export.json", path=found.folder
         )
     return done
+
+
+def is_gguf(to: str) -> bool:
+    return to == GGUF or to in GGUF_FORMS
+
+
+def check_engine(target: Target | TransformersServe, python: Path | None, to: str) -> None:
+    """What can be known before there is an export.
+
+    Raises:
+        UserError: the engine is not installed, or takes another kind of file than `to`.
+    """
+    if isinstance(target, TransformersServe) and (to in ADAPTERS or is_gguf(to)):
+        raise UserError(f"{target.name} serves models, the export is {to!r}", fix="--to merged")
+    takes_gguf = bool(getattr(target, "takes_gguf", False))
+    if takes_gguf != is_gguf(to):
+        what = "takes GGUF files" if takes_gguf else "does not take GGUF files"
+        raise UserError(
+            f"{target.name} {what}, the export is {to!r}",
+            fix="--to gguf-f16 or gguf, or another --engine"
+            if takes_gguf
+            else "--to merged or peft, or --engine llama.cpp",
+        )
+    target.interpreter(python)
 
 
 def dequantised(store: Path, folder: Path, as_gguf: bool) -> Path:

@@ -22,16 +22,16 @@ def partial_path(store: Path) -> Path:
     return store.with_name(store.name + ".partial")
 
 
-def check_writable(store: Path) -> None:
+def check_writable(out: Path, what: str = "the store", option: str = "-o STORE") -> None:
     """Raises:
-    UserError: the folder that is to hold the store, or its nearest existing parent, takes no new files.
+    UserError: the folder that is to hold `out`, or its nearest existing parent, takes no new files.
     """
-    parent = store.absolute().parent
+    parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "is not writable" if parent.is_dir() else "is not a folder"
-        raise UserError(f"{why}, so the store cannot be made there", fix="choose another -o STORE", path=parent)
+        raise UserError(f"{why}, so {what} cannot be made there", fix=f"choose another {option}", path=parent)
 
 
 class Journal:

