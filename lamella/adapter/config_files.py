@@ -88,6 +88,19 @@ def _pattern_value(patterns: dict[str, Any], key: str, default: float) -> float:
 def read_peft_config(folder: Path) -> Settings:
     """Raises `UserError` for what is no LoRA, has no positive rank and alpha, or trains more than pairs."""
     file = folder / CONFIG
+    if folder.suffix == ".gguf" or (not file.exists() and any(folder.glob("*.gguf"))):
+        raise UserError(
+            "GGUF adapters are not read", fix="give the run's folder, or an adapter of another layout", path=folder
+        )
+    if not file.exists():
+        what = (
+            f"holds no {CONFIG}"
+            if folder.is_dir()
+            else "is a file, not a folder"
+            if folder.exists()
+            else "no such folder"
+        )
+        raise UserError(what, fix="give a run's or an adapter's folder", path=folder)
     config = read_object(file, "give a PEFT adapter folder")
     if config.get("peft_type") != "LORA":
         raise UserError(f"peft_type is {config.get('peft_type')!r}", path=file, fix="only LoRA adapters are supported")

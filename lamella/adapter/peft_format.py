@@ -27,7 +27,7 @@ from lamella import __version__
 from lamella.adapter.config_files import CONFIG, FACTS, read_facts
 from lamella.adapter.layouts import PREFIX as _PREFIX
 from lamella.adapter.layouts import flatten_experts, unflatten_experts
-from lamella.adapter.lora import Adapter, SiteSpec, check_names
+from lamella.adapter.lora import Adapter, SiteSpec, check_names, is_finite
 from lamella.adapter.read import WEIGHTS, AdapterFile, check_allowed, describe
 from lamella.adapter.tensors_file import TensorsFile, write_tensors
 from lamella.console import notice
@@ -202,5 +202,8 @@ def load_adapter(
         with torch.no_grad():
             for key in adapter.sites:
                 for master, value in zip(adapter.pair(key), file.pair(key), strict=True):
+                    if not is_finite(value):
+                        raise UserError(f"the pair of {key} holds NaN or infinite values", path=file.path,
+                                        fix="give an adapter from before training broke")  # fmt: skip
                     master.copy_(value)
     return adapter

@@ -291,7 +291,7 @@ def _pair(file: AdapterFile, places: dict[str, Place], plan: _Plan, key: str) ->
             )
     factor = plan.factors[key]
     a, b = pad_rank(a, b if factor == 1 else b * factor, rank)
-    return a, b, is_zero(b)
+    return a, b, is_zero(b) or not bool(b.any())  # -0.0
 
 
 def _make(pair: Callable[[str], tuple[Tensor, Tensor, bool]], key: str, entry: Entry, moved: set[str]) -> Tensor:

@@ -154,6 +154,31 @@ def test_bad_adapter_config_is_an_error(key, value, made, tmp_path):
         Adapter.load(tmp_path, engine.skeleton)
 
 
+def test_values_and_names_of_broken_training_are_errors(made, tmp_path):
+    engine = Engine.open(made(dense_config())[0], dtype="fp32")
+    saved(engine, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    last = max(tensors)
+    save_file({**tensors, last: torch.full_like(tensors[last], torch.nan)}, file)
+    with pytest.raises(UserError, match="holds NaN or infinite values"):
+        Adapter.load(tmp_path, engine.skeleton)
+    save_file({k.removeprefix("base_model.model."): v for k, v in tensors.items()}, file)
+    with pytest.raises(UserError, match=r"28 names of pairs do not begin with base_model\.model\."):
+        Adapter.load(tmp_path, engine.skeleton)
+
+
+def test_what_is_no_adapter_folder_is_said(made, tmp_path):
+    engine = Engine.open(made(dense_config())[0], dtype="fp32")
+    (tmp_path / "file").touch()
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "adapter.gguf").touch()
+    for name, says in (("none", "no such folder"), ("file", "is a file"), (".", "holds no adapter_config.json"),
+                       ("gguf", "GGUF adapters are not read")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            Adapter.load(tmp_path / name, engine.skeleton)
+
+
 def test_a_cut_file_is_an_error(made, tmp_path):
     engine = Engine.open(made(dense_config())[0], dtype="fp32")
     saved(engine, tmp_path)

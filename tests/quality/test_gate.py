@@ -16,6 +16,7 @@ from lamella.quality.gate import QUALITY_NAME, check_store, texts_for
 from lamella.quality.weights import outliers, weight_errors
 from lamella.store.quantize import quantize_checkpoint
 from lamella.store.reader import Store
+from tests.export.gguf_models import config_of, random_tensors, write_model
 from tests.fixtures import chat12, dense_config, make_tokenizer, moe_config, write_checkpoint, write_jsonl
 
 
@@ -153,3 +154,18 @@ def test_a_dense_store_has_two_parts(tmp_path):
     quality = check_store(tmp_path / "checkpoint", tmp_path / "store", texts_for(tmp_path / "checkpoint", text, 50))
     assert set(quality.parts) == {frozenset({"attention"}), frozenset({"mlp"})}
     assert quality.whole.texts == 1
+
+
+def test_texts_for_a_gguf_model_are_looked_at_first(tmp_path):
+    config = config_of("llama", num_hidden_layers=1)
+    write_model(tmp_path / "m.gguf", config, random_tensors(config))
+    for file, says in (("none.jsonl", "no such file"), ("rows.jsonl", "no usable tokenizer")):
+        write_jsonl(tmp_path / "rows.jsonl", [{"text": "the layer walk"}])
+        with pytest.raises(UserError, match=says):
+            quantize_cli(tmp_path / "m.gguf", tmp_path / "store", tmp_path / file)
+    assert not list(tmp_path.glob("store*"))
+
+
+def quantize_cli(model, store, texts):
+    done = CliRunner().invoke(app, ["quantize", str(model), "-o", str(store), "--check", str(texts)])
+    raise done.exception or AssertionError(done.stdout)
