@@ -16,6 +16,7 @@ from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
 from lamella.ranks.report import launched, say
 
+INTERRUPTED = 130
 app = typer.Typer(
     name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Fine-tune language models that do not fit, one thin layer at a time.",
@@ -51,10 +52,12 @@ def main() -> None:
     except UserError as error:
         say(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:  # typer makes one of the other
+            raise
         if not launched():
             err.print("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

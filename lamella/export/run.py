@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +171,7 @@ def _gguf_adapter(ask: Ask, store: Path) -> Export:
     check_base(file, base, ask.another_base)
     with aside(ask.out) as temp:
         done = export_lora(ask.source, base.skeleton, temp / ADAPTER_FILE, {"base_fingerprint": base.fingerprint})
-        notes = [f"start: llama-server -m BASE.gguf --lora {ask.out / ADAPTER_FILE}"]
+        notes = [f"start: llama-server -m BASE.gguf --lora {shlex.quote(str(ask.out / ADAPTER_FILE))}"]
         if done.folded:
             notes.append(f"{done.folded} pairs of another scale were folded into their B: one alpha holds for all")
         notes += travel.write(temp, base, source=ask.source, facts=file.facts, kind="adapter", layout=GGUF, notes=notes)

@@ -136,7 +136,8 @@ def test_weights_that_nothing_is_added_to_lose_nothing(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "value", "says"), [("gguf", float("nan"), "holds NaN"), ("peft", -0.0, "changes nothing")]
+    ("to", "value", "says"),
+    [("gguf", float("nan"), "holds NaN"), ("peft", -0.0, "changes nothing"), ("gguf", 0, "changes nothing")],
 )
 def test_adapters_that_no_server_should_load(run, tmp_path, to, value, says):
     source = changed_b(run, tmp_path / "run", "", value)

@@ -102,13 +102,14 @@ def write_lora(adapter: Pairs, skeleton: Skeleton, file: Path, facts: Mapping[st
         **{f"lamella.{key}": value for key, value in (facts or {}).items()},
     }  # fmt: skip
     out = GgufFile(file, arch.name, keys, shapes)
-    folded = 0
+    folded, moved = 0, False
     for key in adapter.sites:
         a, b = (p.detach().float().cpu() for p in adapter.pair(key))
         if not (is_finite(a) and is_finite(b)):
             raise UserError(
                 f"the pair of {key} holds NaN or infinite values", fix="train again from an earlier checkpoint"
             )
+        moved = moved or bool(b.any())
         if alphas[key] != alpha:
             b, folded = b * (alphas[key] / alpha), folded + 1
         for half in halves[key]:
@@ -119,6 +120,8 @@ def write_lora(adapter: Pairs, skeleton: Skeleton, file: Path, facts: Mapping[st
                 raw = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
                 assert raw.size == out.tensors[name].nbytes, name
                 out.write(raw, out.tensors[name].offset)
+    if not moved:
+        raise UserError("every B of the adapter is zero: it changes nothing", fix="train it first")
     out.finish()
     assert len(shapes) == 2 * sum(len(halves[key]) for key in adapter.sites)
     return Written(len(shapes), alpha, folded)
