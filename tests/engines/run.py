@@ -47,12 +47,18 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _kl(value: float) -> str:
+    return f"{value:.1e}" if value > 1e-9 else "below 1e-9"  # fp32 log p tell no less
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     head = "| model | export | engine | computes in | KL of weights | log p within | KL there | same top token | moves from base |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for r in rows:
         if "refused" in r:
-            lines.append(f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | fails: {r['refused']} | | | | |")
+            lines.append(
+                f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | fails: {r['refused'].replace('|', '/')} | | | | |"
+            )
             continue
         if "same_answers" in r:
             told = (
@@ -63,7 +69,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         kl = "exact" if r["kl_from_adapter_on_base"] is None else f"{r['kl_from_adapter_on_base']:.1e}"
         lines.append(
-            f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | {kl} | {r['largest_logprob_difference']:.1e} | {r['kl']:.1e} | "
+            f"| {r['model']} | {r['to']} | {r['engine']} | {r['dtype']} | {kl} | {r['largest_logprob_difference']:.1e} | {_kl(r['kl'])} | "
             f"{100 * r['top1']:.1f} % | {r['differs_from_base']:.2f} |"
         )
     return "\n".join(lines)
