@@ -212,12 +212,7 @@ def prove(
         limit = EXACT
     done = verify(target, model, served, store=found.store, adapter=found.source, prompts=prompts, limit=limit, python=python,
                   dtype=dtype, threads=threads)  # fmt: skip
-    found.verified.append(done)
-    found.save()
-    if not done.ok:
-        raise RunFailed(
-            f"{done.engine}: {'; '.join(done.failures)}", fix="do not serve it; see export.json", path=found.folder
-        )
+    _keep(found, done)
     return done
 
 
@@ -233,13 +228,17 @@ def prove_answers(
     check_engine(server, python, found.to)
     done = verify_answers(server, found.folder, store=found.store, adapter=found.source, chats=chats_of(found.source, files),
                           python=python, dtype=dtype, threads=threads)  # fmt: skip
+    _keep(found, done)
+    return done
+
+
+def _keep(found: Export, done: Verified | Answered) -> None:
     found.verified.append(done)
     found.save()
     if not done.ok:
         raise RunFailed(
             f"{done.engine}: {'; '.join(done.failures)}", fix="do not serve it; see export.json", path=found.folder
         )
-    return done
 
 
 def is_gguf(to: str) -> bool:
