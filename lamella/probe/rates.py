@@ -11,7 +11,6 @@ from torch import Tensor
 from lamella.hardware.machine import KernelRates
 from lamella.hardware.matmul import native_dtype
 from lamella.probe import own, products
-from lamella.probe.in_place import measure_in_place
 from lamella.probe.pool import REGION_BYTES, Pool
 from lamella.probe.timing import Clock, Effort, Piece, measure
 
@@ -61,7 +60,11 @@ class KernelWork:
 
 
 def measure_kernels(
-    threads: int | None, quick: bool, on_progress: Callable[[str], None], clock: Clock | None = None
+    threads: int | None,
+    quick: bool,
+    on_progress: Callable[[str], None],
+    clock: Clock | None = None,
+    in_place: bool = True,
 ) -> KernelRates:
     """Measure products, experts, attention and row-wise work of this CPU in the dtype it computes in natively, and what a layer
     takes besides.
@@ -71,6 +74,7 @@ def measure_kernels(
         quick: a coarse grid, in a few seconds, instead of about half a minute on idle cores.
         on_progress: told what is measured now.
         clock: how long the whole may take; rounds after the first are left out where it runs short.
+        in_place: measure what a layer takes beside its kernels too; it needs the engine, whose imports take seconds.
     """
     clock = clock or Clock()
     reserve_s = RESERVE_QUICK_S if quick else RESERVE_S
@@ -86,6 +90,10 @@ def measure_kernels(
                 measure(pieces, Effort(1, effort.turn_s), clock, reserve_s)
         rates = work.rates(torch.get_num_threads())
         del work
+        if not in_place:
+            return rates
+        from lamella.probe.in_place import measure_in_place
+
         return rates.model_copy(update={"fixed": measure_in_place(rates, dtype, quick, on_progress, clock)})
     finally:
         torch.set_num_threads(before)

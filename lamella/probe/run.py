@@ -44,6 +44,7 @@ class Plan:
         children: whether processes are started for collectives and for the memory of imports.
         parts: that are told of on a CPU, for progress.
         limit_s: of the whole; rounds and settings are left out where a slow machine would take longer.
+        in_place: whether steps of small models are taken, for what a layer takes beside its kernels.
     """
 
     effort: Effort
@@ -53,10 +54,11 @@ class Plan:
     quick: bool
     parts: int
     limit_s: float = math.inf
+    in_place: bool = True
 
 
-FULL = Plan(Effort(3, 0.2), 1 << 30, 5.0, True, False, 25, 52.0)
-QUICK = Plan(Effort(2, 0.03), 128 << 20, 0.8, False, True, 10, 6.0)
+FULL = Plan(Effort(3, 0.2), 1 << 30, 5.0, True, False, 25, 36.0)
+QUICK = Plan(Effort(2, 0.03), 128 << 20, 0.8, False, True, 8, 6.0, False)
 CHILD_LIMIT_S = 60.0
 
 
@@ -109,7 +111,10 @@ def measure_machine(
         imported, why = import_bytes(imports, CHILD_LIMIT_S)
         notes += [why] if why else []
     else:
-        notes.append("--quick: a coarse grid of kernels; sums among ranks and the memory of imports were not measured")
+        notes.append(
+            "--quick: a coarse grid of kernels; sums among ranks, the memory of imports and what calls cost between kernels were not "
+            "measured"
+        )
     host = _host(facts, copy_bytes_per_s, imported, disk, notes)
     machine = Machine(
         name=facts.name, source="measured", taken=began.isoformat(timespec="seconds"), hosts=(host,),
@@ -129,7 +134,7 @@ def measure_cpu(
     rates = {d: matmul_rate(_CPU, d) for d in asked}
     shapes = {shape: dequantise_rate(_CPU, plan.effort, shape) for shape in SHAPES}
     start_s = time.perf_counter()
-    detailed = measure_kernels(None, plan.quick, on_progress, clock)
+    detailed = measure_kernels(None, plan.quick, on_progress, clock, plan.in_place)
     return DeviceFacts(
         name=facts.cpu, kind="cpu", memory_bytes=facts.limit_bytes, free_bytes=min(facts.free_bytes, facts.limit_bytes),
         matmul_flops_per_s=rates[dtype].best, dtype="bf16" if dtype == torch.bfloat16 else "fp32",
