@@ -115,7 +115,7 @@ def complaint(losses: Sequence[TensorLoss], form: str, max_loss: float | None, s
         if max_loss is not None or plain:
             limit = MAX_ERROR if max_loss is None else max_loss
             if loss.error > limit * slack:
-                return (f"{form} would lose {loss.error:.2g} of the adapter's change of {name} (mean |delta| {loss.mean_delta:.2g}), "
+                return (f"{form} would lose {loss.error:.3g} of the adapter's change of {name} (mean |delta| {loss.mean_delta:.2g}), "
                         f"limit {limit:.2g}")  # fmt: skip
         elif loss.kept < MIN_KEPT / slack:
             return (f"{form} would keep {max(loss.kept, 0.0):.0%} of the adapter's change of {name} (mean |delta| "
