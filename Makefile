@@ -10,13 +10,13 @@ HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 pyth
 SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
 ARGS ?=
 
-.PHONY: demo test test-slow test-distributed test-engines engines bench lint format clean
+.PHONY: demo test test-slow test-distributed test-engines test-serve test-web engines bench lint format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m lamella demo $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not engines" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not engines and not serve and not web" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(PY) -m pytest -m "slow and not gpu and not engines" --timeout 1800 $(ARGS)
@@ -28,6 +28,15 @@ test-distributed: $(VENV)/.dev
 # Exports of real models in other engines (docs/engines.md); those whose environment is there.
 test-engines: $(VENV)/.dev
 	$(PY) -m pytest -m engines --timeout 1800 tests/engines $(ARGS)
+
+# A running server: 50 clients for ten minutes while adapters are swapped, a fuzzed API.
+test-serve: $(VENV)/.dev
+	$(PY) -m pytest -m serve --timeout 1800 tests/serve tests/loadtest $(ARGS)
+
+# Pages in headless Chromium.
+test-web: $(VENV)/.dev
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(PY) -m pytest -m web --timeout 600 tests/report $(ARGS)
 
 # vLLM stops at start-up beside torchvision, torchaudio or torchcodec of another torch.
 engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made .engines/transformers-serve/.made

@@ -10,7 +10,24 @@ import typer
 from rich.markup import escape
 
 from lamella import __version__
-from lamella.commands import data, demo, eval, export, plan, probe, quantize, store, train
+from lamella.commands import (
+    compare,
+    data,
+    decide,
+    demo,
+    doctor,
+    eval,
+    export,
+    init,
+    loadtest,
+    plan,
+    probe,
+    quantize,
+    serve,
+    store,
+    train,
+    watch,
+)
 from lamella.console import err
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
@@ -36,7 +53,9 @@ def _root(
     pass
 
 
-for module in (probe, plan, quantize, store, data, train, eval, export, demo):
+for module in (
+    init, doctor, probe, plan, quantize, store, data, train, eval, compare, export, serve, loadtest, decide, watch, demo,
+):  # fmt: skip
     module.register(app)
 for command in app.registered_commands:  # [classes] in a text is no markup
     command.help = escape(inspect.getdoc(command.callback) or "")

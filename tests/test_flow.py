@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lamella"
-ORDER = ["errors", "units", "config", "console", "files", "trace", "hardware", "ranks", "kernels", "checkpoint", "store",
-         "models", "adapter", "data", "plan", "forecast", "engine", "quality", "probe", "train",
-         "launch", "eval", "export", "report", "demo", "commands", "cli", "__main__"]  # fmt: skip
+ORDER = ["errors", "units", "config", "console", "files", "trace", "track", "hardware", "ranks", "kernels", "checkpoint",
+         "store", "models", "adapter", "data", "plan", "forecast", "engine", "quality", "probe", "train",
+         "launch", "eval", "export", "endpoint", "compare", "serve", "loadtest", "decide", "report", "guide", "demo",
+         "commands", "cli", "__main__"]  # fmt: skip
 
 
 def imports_of(file: Path) -> set[str]:
