@@ -127,3 +127,24 @@ def test_without_a_network_it_is_told(hub, tmp_path):
     refused = describe(hub, tmp_path, "some/model", HF_ENDPOINT="http://127.0.0.1:9")["some/model"]
     for message in (offline, refused):
         assert "cannot be reached" in message and "config.json" in message
+
+
+def test_a_plan_of_a_hub_id_is_that_of_the_folder(hub, tmp_path):
+    config = json.loads(tiny("qwen3_moe", hidden_size=512, intermediate_size=2048).to_json_string(use_diff=False))
+    folder = write_headers(
+        hub.root / "some" / "planned", config, {n: ("BF16", s) for n, s in tensor_shapes(config).items()}, 2
+    )
+    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(tmp_path / "home"),
+           "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+    asked = ["--machine", "1xRTX4090+ram=64GB", "--rows", "64", "--tokens", "200", "--json"]
+    plans = []
+    for model in ("some/planned", str(folder)):
+        done = subprocess.run([sys.executable, "-m", "lamella", "plan", model, *asked], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(done.stdout))
+    remote, local = plans
+    assert hub.served["some/planned"] < local["figures"]["model"]["checkpoint_bytes"] / 4
+    assert remote["figures"] == local["figures"] and remote["fits"] == local["fits"]
+    values = [{n["name"]: n["value"] for n in plan["numbers"]} for plan in plans]
+    different = {name for name in values[1] if values[0].get(name) != values[1][name]}
+    assert not different and len(values[0]) == len(values[1]) > 60
