@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on a store, with an adapter per tenant."""
