@@ -1,1 +1,0 @@
-"""An OpenAI-compatible server on a store, with an adapter per tenant."""
