@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
+from lamella.hardware.collector import quiet_start
 from lamella.hardware.limit import MemoryLimit, memory_limit
 from lamella.store.tokens import FIRST_WORD, word
 
@@ -308,4 +309,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     restart_tuned()
+    quiet_start()
     main()

@@ -31,6 +31,7 @@ from lamella.commands import (
 from lamella.console import err
 from lamella.errors import UserError
 from lamella.hardware.allocator import restart_tuned
+from lamella.hardware.collector import quiet_start
 from lamella.ranks.report import launched, say
 
 INTERRUPTED = 130
@@ -66,6 +67,8 @@ def main() -> None:
     ours = Path(sys.argv[0]).stem in ("lamella", "__main__")  # not when a program calls this
     if ours and sys.argv[1:2] != ["plan"]:  # which takes no tensors
         restart_tuned()
+    if ours:
+        quiet_start()
     try:
         app()
     except UserError as error:

@@ -39,6 +39,11 @@ class Ledger(TorchDispatchMode):
         self.shapes: set[tuple[Any, ...]] = set()
         self._seen: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under it; the base's True imports the whole compiler at the first tensor."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         for x in inputs:

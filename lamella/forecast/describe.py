@@ -45,7 +45,7 @@ from lamella.forecast.cores import core_of
 from lamella.forecast.matrices import Held, matrices_of
 from lamella.forecast.shape import LayerShape, ModelShape
 from lamella.store.formats import Formats, NativeOf
-from lamella.store.manifest import ITEM_BYTES, MANIFEST_NAME, Group, is_weight, read_manifest
+from lamella.store.manifest import ITEM_BYTES, MANIFEST_NAME, Group, Manifest, is_weight, read_manifest
 from lamella.store.quantize import QuantizeSettings, check_settings, chooser_of, plan_layer, plan_outer
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -76,7 +76,7 @@ def shape_of(
         if (path / MANIFEST_NAME).is_file():
             if asked != Formats():
                 raise UserError("is a store, whose formats are what they are", fix="leave --formats out", path=path)
-            return _by_store(str(model), path)
+            return shape_of_store(path, read_manifest(path))
         config = read_json(path / "config.json")
         if any(path.glob("*.safetensors")):
             return _by_headers(str(model), config, path, settings)
@@ -254,8 +254,13 @@ def _said_kinds(keys: Keys, layers: int) -> list[str]:
     return keys.by_layer("layer_types") or [FULL] * layers
 
 
-def _by_store(name: str, path: Path) -> ModelShape:
-    manifest = read_manifest(path)
+def shape_of_store(path: Path, manifest: Manifest) -> ModelShape:
+    """What the model of a store is made of, from its manifest, which takes a second to read where a layer has hundreds of
+    matrices.
+
+    Raises:
+        UserError: config.json is missing, broken or contradictory.
+    """
     config = read_json(path / "config.json")
     keys = keys_of(config, path / "config.json")
     family = known_family(config)
@@ -271,7 +276,7 @@ def _by_store(name: str, path: Path) -> ModelShape:
         layers.append(builder.layer(held, kind, _source_bytes(group), group.nbytes, _raw_bytes(group)))
     outer = [(r.name, r.tensor_class, r.numel) for r in manifest.outer.tensors]
     source_bytes = sum(row.bytes_source for row in manifest.report)
-    return builder.model(name, "store", layers, outer, 0, manifest.tie_word_embeddings, source_bytes, manifest.outer.nbytes,
+    return builder.model(str(path), "store", layers, outer, 0, manifest.tie_word_embeddings, source_bytes, manifest.outer.nbytes,
                          ["random weights: of no use but to measure"] if manifest.synthetic else [])  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def plan_binding(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], wher
         if pattern is None:
             piece = Piece(source)
         else:
-            renamed, _ = rename_source_key(source, renamings, [])
+            renamed, _ = rename_source_key(source, renamings, []) if renamings else (source, None)
             piece = _place(renamed, pattern, _converter_for(converters, pattern), shapes, source)
         plans[key].pieces.append(piece)
     for plan in plans.values():

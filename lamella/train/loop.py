@@ -28,6 +28,7 @@ from lamella.config import RunConfig
 from lamella.console import notice, progress
 from lamella.errors import RankLost, RunFailed, UserError
 from lamella.forecast.document import PlanFile, write_plan
+from lamella.hardware.collector import settle
 from lamella.hardware.memory import peak_rss_bytes, rss_bytes
 from lamella.ranks.group import Ranks, reason_of
 from lamella.ranks.place import place_of
@@ -212,6 +213,7 @@ def _train(run: Run) -> TrainResult:
         receipts.check_before(run.config, run.parts)
         if run.state.step == 0 and run.state.start:
             _check_start(run)
+        settle()
         whole = _all_steps(run)
         tracing.write(run.ranks, run.folder.trace_path, run.device_facts)
         run.traced = True

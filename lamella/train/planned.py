@@ -33,7 +33,7 @@ def plan_for_run(
         machine: file of `lamella probe`; None: a rough machine with the rate that the engine measured.
     """
     from lamella.forecast.calibration import beside
-    from lamella.forecast.describe import shape_of
+    from lamella.forecast.describe import shape_of_store
     from lamella.forecast.make import make_plan
     from lamella.forecast.present import short
     from lamella.forecast.rows import counted_rows
@@ -46,8 +46,8 @@ def plan_for_run(
             devices = tuple(DeviceConfig(device=place.device, threads=place.threads) for place in places)
             config = config.model_copy(update={"devices": devices})
         planned = make_plan(
-            shape_of(config.store), box, config, counted_rows(rows), kind="store", path=config.store, serving=False,
-            explain=False, calibration=None if machine is None else beside(machine),
+            shape_of_store(config.store, engine.store.manifest), box, config, counted_rows(rows), kind="store",
+            path=config.store, serving=False, explain=False, calibration=None if machine is None else beside(machine),
         )  # fmt: skip
     except UserError as error:
         notice(f"no plan: {error.what}")

@@ -139,7 +139,9 @@ def test_a_plan_of_a_hub_id_is_that_of_the_folder(hub, tmp_path):
     asked = ["--machine", "1xRTX4090+ram=64GB", "--rows", "64", "--tokens", "200", "--json"]
     plans = []
     for model in ("some/planned", str(folder)):
-        done = subprocess.run([sys.executable, "-m", "lamella", "plan", model, *asked], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "lamella", "plan", model, *asked], env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         plans.append(json.loads(done.stdout))
     remote, local = plans
