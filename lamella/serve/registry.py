@@ -52,7 +52,7 @@ class ServedModel:
     folder: Path | None = None
     classifier: Classifier | None = None
     notes: tuple[str, ...] = ()
-    pairs: int = 0
+    loaded: LoadedAdapter | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     leases: int = 0
     gone: bool = False
@@ -141,9 +141,9 @@ class Registry:
             classifier = None if found is None else Classifier(*found, encoder)
             self._loads += 1
             inner = name if old is None and name not in self._backend.adapters() else f"{name}@{self._loads}"
-            loaded: LoadedAdapter = self._backend.load_adapter(inner, path)
+            loaded = self._backend.load_adapter(inner, path)
             made = ServedModel(
-                name, inner, encoder, self._plain, path, classifier, run_notes(path), pairs=getattr(loaded, "pairs", 0)
+                name, inner, encoder, self._plain, path, classifier, run_notes(path), loaded
             )
             self.models[name] = made
             if old is not None:
