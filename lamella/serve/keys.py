@@ -133,7 +133,12 @@ class KeyStore:
         if record is None or not same or record.revoked is not None:
             return None
         return Caller(
-            record.id, frozenset(record.adapters), record.base, record.admin, record.admin or record.metrics, record.limits
+            record.id,
+            frozenset(record.adapters),
+            record.base,
+            record.admin,
+            record.admin or record.metrics,
+            record.limits,
         )
 
 
@@ -147,7 +152,9 @@ def read_keys(path: Path) -> KeyFile:
         ) from error
     except ValidationError as error:
         told = explain_validation(error, path, KeyFile)
-        raise UserError(told.what.split("\n")[0][:200], fix="it is written by `lamella serve keys`", path=path) from error
+        raise UserError(
+            told.what.split("\n")[0][:200], fix="it is written by `lamella serve keys`", path=path
+        ) from error
 
 
 @contextmanager

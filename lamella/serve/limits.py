@@ -55,9 +55,9 @@ class Limiter:
         use = self._uses.get(caller.id)
         now_s = self._clock()
         if use is None or use.limits != limits:
-            full = [float(max(1, n)) for n in (limits.requests_per_minute, limits.tokens_per_minute)]
+            requests, tokens = float(max(1, limits.requests_per_minute)), float(max(1, limits.tokens_per_minute))
             running = use.running if use is not None else 0
-            use = _Use(limits, *(Bucket(n, n, now_s) for n in full), running)
+            use = _Use(limits, Bucket(requests, requests, now_s), Bucket(tokens, tokens, now_s), running)
             self._uses[caller.id] = use
         use.requests.fill(now_s)
         use.tokens.fill(now_s)

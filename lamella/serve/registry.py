@@ -142,9 +142,7 @@ class Registry:
             self._loads += 1
             inner = name if old is None and name not in self._backend.adapters() else f"{name}@{self._loads}"
             loaded = self._backend.load_adapter(inner, path)
-            made = ServedModel(
-                name, inner, encoder, self._plain, path, classifier, run_notes(path), loaded
-            )
+            made = ServedModel(name, inner, encoder, self._plain, path, classifier, run_notes(path), loaded)
             self.models[name] = made
             if old is not None:
                 self._retire(old)

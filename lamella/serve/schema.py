@@ -28,7 +28,10 @@ _ONLY_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (_NOTHING, "leave it out; labels: guided_choice"),
     "best_of": ((None, 1), "leave it out; several answers: n"),
     "suffix": (_NOTHING, "leave it out"),
-    "tools": (_NOTHING, "tool calls are not supported: describe them in the prompt, or hand over to an engine that has them"),
+    "tools": (
+        _NOTHING,
+        "tool calls are not supported: describe them in the prompt, or hand over to an engine that has them",
+    ),
     "tool_choice": ((None, "none", "auto"), "leave it out: tool calls are not supported"),
     "functions": (_NOTHING, "leave it out: tool calls are not supported"),
     "function_call": ((None, "none", "auto"), "leave it out: tool calls are not supported"),
@@ -193,9 +196,7 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError(
-                "unsupported", "`top_logprobs` needs `logprobs`: true", {"field": "top_logprobs"}
-            )
+            raise PydanticCustomError("unsupported", "`top_logprobs` needs `logprobs`: true", {"field": "top_logprobs"})
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError(
                 "unsupported", "`max_tokens` and `max_completion_tokens` differ: give one", {"field": "max_tokens"}
@@ -219,7 +220,9 @@ class CompletionRequest(Sampled):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("unsupported", "`max_tokens` is 0 without `echo`: nothing is asked", {"field": "max_tokens"})
+            raise PydanticCustomError(
+                "unsupported", "`max_tokens` is 0 without `echo`: nothing is asked", {"field": "max_tokens"}
+            )
         if self.echo and self.stream:
             raise PydanticCustomError("unsupported", "`echo` is not streamed: leave out `stream`", {"field": "echo"})
         return self
@@ -283,7 +286,15 @@ def _of_schema(asked: ResponseFormat) -> Choices:
     if tree.get("type") == "object" and isinstance(properties, dict) and len(properties) == 1:
         (name, inner), = properties.items()  # fmt: skip
         labels = _enum(inner, ("description", "title"))
-        known = set(tree) <= {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
+        known = set(tree) <= {
+            "type",
+            "properties",
+            "required",
+            "additionalProperties",
+            "title",
+            "description",
+            "$schema",
+        }
         if labels is not None and known and tree.get("required") == [name]:
             return labels, "object", name
     elif (labels := _enum(tree, ("description", "title", "$schema"))) is not None:

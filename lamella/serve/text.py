@@ -34,7 +34,7 @@ class Detokenizer:
     def _new(self, *, final: bool) -> str:
         before = self._decode(self._ids[self._start : self._told])
         now = self._decode(self._ids[self._start :])
-        if not final and now.endswith(_INCOMPLETE) or len(now) <= len(before):
+        if (not final and now.endswith(_INCOMPLETE)) or len(now) <= len(before):
             return ""
         self._start, self._told = self._told, len(self._ids)
         return now[len(before) :]
