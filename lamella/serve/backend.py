@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamella.eval.trie import LabelTrie
+if TYPE_CHECKING:  # the HTTP side imports no torch
+    from lamella.eval.trie import LabelTrie
 
 Ids = tuple[int, ...]
 
