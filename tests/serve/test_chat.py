@@ -32,7 +32,9 @@ def test_an_answer_is_the_adapters_own(served):
 
 
 def test_what_is_asked_reaches_the_engine(served, texts):
-    body = chat(temperature=0.5, top_p=0.25, top_k=7, seed=11, n=2, max_completion_tokens=5, logprobs=True, top_logprobs=2)
+    body = chat(
+        temperature=0.5, top_p=0.25, top_k=7, seed=11, n=2, max_completion_tokens=5, logprobs=True, top_logprobs=2
+    )
     assert served.client.post("/v1/chat/completions", json=body).status_code == 200
     one, two = served.backend.seen[-2:]
     encoder = StoreEncoder.open(texts / "store", texts / "left")
