@@ -79,6 +79,8 @@ class Resident:
             if not (is_finite(a) and is_finite(b)):
                 raise UserError(f"{key} has values that are not finite", path=file.path, fix="train the adapter again")
             a, b = (x.to(device, skeleton.dtype).contiguous() for x in (a, b))
+            if site.experts is None and device.type == "cpu":
+                b = b.T.contiguous().T  # outputs side by side: see `kernels/lora_rows.py`
             self.bytes += a.nbytes + b.nbytes
             owner = skeleton.layers[site.layer].get_submodule(site.path)
             pair = LoraSite(a, b, site.scale, site=site.index)
