@@ -10,7 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from lamella.errors import UserError
-from lamella.serve.backend import Busy, EngineFailed, Finished, Limits, LoadedAdapter, Stats, Token, TooLong, UnknownAdapter
+from lamella.serve.backend import (
+    Busy,
+    EngineFailed,
+    Finished,
+    Limits,
+    LoadedAdapter,
+    Stats,
+    Token,
+    TooLong,
+    UnknownAdapter,
+)
 from tests.fixtures import make_tokenizer
 
 VOCABULARY = 512
@@ -48,7 +58,9 @@ class FakeBackend:
 
     def load_adapter(self, name, folder):
         if not (folder / "says.txt").is_file():
-            raise UserError("0 of 4 modules of the adapter are in the model", fix="export it for this base", path=folder)
+            raise UserError(
+                "0 of 4 modules of the adapter are in the model", fix="export it for this base", path=folder
+            )
         self._says[name] = (folder / "says.txt").read_text(encoding="utf-8")
         self._adapters[name] = LoadedAdapter(name, folder, 4, 2, 100, 1.0, "peft")
         return self._adapters[name]

@@ -32,7 +32,9 @@ def test_an_answer_is_the_adapters_own(served):
 
 
 def test_what_is_asked_reaches_the_engine(served, texts):
-    body = chat(temperature=0.5, top_p=0.25, top_k=7, seed=11, n=2, max_completion_tokens=5, logprobs=True, top_logprobs=2)
+    body = chat(
+        temperature=0.5, top_p=0.25, top_k=7, seed=11, n=2, max_completion_tokens=5, logprobs=True, top_logprobs=2
+    )
     assert served.client.post("/v1/chat/completions", json=body).status_code == 200
     one, two = served.backend.seen[-2:]
     encoder = StoreEncoder.open(texts / "store", texts / "left")
@@ -186,7 +188,7 @@ def test_what_changes_nothing_is_taken(served):
 
 @pytest.mark.parametrize(
     ("data", "told"),
-    [(b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", ""), (b"", "no body"), (b"[" * 100_000, ""),
+    [(b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object"), (b"[" * 100_000, ""),
      (b'{"model": "left", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
      (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}', "surrogate"),
      (b'{"model": "left", "\\ud800": 1}', "surrogate"), (b'{"model": "left", "temperature": NaN}', ""),
