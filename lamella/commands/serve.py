@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,12 @@ def serve(
             help="What the other engine loads as base: a checkpoint or hub id. Default: the store, undone to bf16."
         ),
     ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='More arguments of the other engine, such as "--tensor-parallel-size 4"; may be given again.'
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when requests are taken.")] = False,
 ) -> None:
     """Answer OpenAI's requests on a store, with an adapter per tenant, until SIGTERM.
@@ -77,10 +84,11 @@ def serve(
     if engine is not EngineName.lamella:
         from lamella.serve.handover import hand_over
 
-        hand_over(config, engine.value, output or Path(f"serve-{engine.value}"), python=python, base=base,
+        extra = [word for text in engine_arg or () for word in shlex.split(text)]
+        hand_over(config, engine.value, output or Path(f"serve-{engine.value}"), python=python, base=base, extra=extra,
                   start=not dry_run, as_json=as_json)  # fmt: skip
         return
-    _refuse_idle({"--output": output, "--python": python, "--base": base})
+    _refuse_idle({"--output": output, "--python": python, "--base": base, "--engine-arg": engine_arg or None})
     _run(serve_file, config, dry_run, as_json)
 
 
