@@ -96,16 +96,17 @@ def hand_over(
         RunFailed: a server ended by itself.
     """
     interpreter = _interpreter(engine, python, needed=start)
+    program, known = _program(engine, interpreter)
     store = open_base(config.store)
     _begin(out, config, engine, base, store)
     model = base if base is not None else str(_base(out, config.store))
     ready = [_adapter(entry, engine, out, store) for entry in config.adapters]
     servers = _servers(config, engine, out, model, ready, store)
     for server in servers:
-        server.command = [*_command(engine, interpreter, config, server), *extra]
+        server.command = [*program, *_command(engine, config, server), *extra]
     notes = _notes(config, engine, servers)
     if interpreter is not None:
-        _check_flags(engine, interpreter, servers)
+        _check_flags(engine, known, servers)
     else:
         notes.append(f"{engine} is not installed in this Python, so its flags were not checked")
     _write(out, engine, servers, notes)
@@ -222,24 +223,39 @@ def _servers(
     return servers
 
 
-def _command(engine: str, python: Path | None, config: ServeConfig, server: Server) -> list[str]:
+def _command(engine: str, config: ServeConfig, server: Server) -> list[str]:
     where = ["--host", config.host, "--port", str(server.port), "--served-model-name", server.served]
     template = server.texts / "chat_template.jinja"
     if template.is_file():
         where += ["--chat-template", str(template)]
-    return (_vllm if engine == "vllm" else _sglang)(python, config, server, where)
+    return _vllm(config, server, where) if engine == "vllm" else _sglang(server, where)
 
 
-def vllm_program(python: Path | None) -> list[str]:
-    """`vllm serve`; the module where the environment has no such script."""
-    script = python.parent / "vllm" if python is not None else Path("vllm")
-    if python is None or script.is_file():
-        return [str(script), "serve"]
-    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model"]
+def _program(engine: str, python: Path | None) -> tuple[list[str], frozenset[str]]:
+    """How this engine is started, and the flags that its version knows (none where it is not installed).
+
+    Raises:
+        UserError: it does not run.
+    """
+    if python is None:
+        return (["vllm", "serve"] if engine == "vllm" else ["python", "-m", "sglang.launch_server"]), frozenset()
+    if engine == "vllm":  # the script does not run in every build of it, the module will not last
+        ways = [[str(python.parent / "vllm"), "serve"], [str(python), "-m", "vllm.entrypoints.openai.api_server"]]
+        ways, ask = [way for way in ways if Path(way[0]).is_file()], "--help=all"
+    else:
+        ways, ask = [[str(python), "-m", "sglang.launch_server"]], "--help"
+    for way in ways:
+        done = subprocess.run([*way, ask], capture_output=True, text=True, check=False, env=_environment(True))
+        known = frozenset(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
+        if done.returncode == 0 and len(known) >= 20:
+            return way, known
+    raise UserError(
+        f"{engine} does not tell its flags: {done.stderr.strip()[-300:]}", fix="check its installation with --help"
+    )
 
 
-def _vllm(python: Path | None, config: ServeConfig, server: Server, where: list[str]) -> list[str]:
-    command = [*vllm_program(python), server.model, *where, "--generation-config", str(server.texts),
+def _vllm(config: ServeConfig, server: Server, where: list[str]) -> list[str]:
+    command = ["--model", server.model, *where, "--generation-config", str(server.texts),
                "--max-logprobs", str(config.limits.max_logprobs)]  # fmt: skip
     if not server.adapters:
         return command
@@ -256,8 +272,8 @@ def _vllm(python: Path | None, config: ServeConfig, server: Server, where: list[
     return [*command, "--lora-modules", *map(json.dumps, modules)]
 
 
-def _sglang(python: Path | None, config: ServeConfig, server: Server, where: list[str]) -> list[str]:
-    command = [str(python or "python"), "-m", "sglang.launch_server", "--model-path", server.model, *where]
+def _sglang(server: Server, where: list[str]) -> list[str]:
+    command = ["--model-path", server.model, *where]
     if not server.adapters:
         return command
     rank = max(adapter.rank for adapter in server.adapters)
@@ -283,21 +299,8 @@ def _notes(config: ServeConfig, engine: str, servers: Sequence[Server]) -> list[
     return notes
 
 
-def _check_flags(engine: str, python: Path, servers: Sequence[Server]) -> None:
+def _check_flags(engine: str, known: frozenset[str], servers: Sequence[Server]) -> None:
     """Raises `UserError`: this version of the engine does not know a flag."""
-    program = (
-        [*vllm_program(python)[:3], "--help=all"]
-        if engine == "vllm"
-        else [str(python), "-m", "sglang.launch_server", "--help"]
-    )
-    if engine == "vllm" and program[1] == "serve":
-        program = [*program[:2], "--help=all"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=_environment(True))
-    known = set(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
-    if done.returncode != 0 or len(known) < 20:
-        raise UserError(
-            f"{engine} does not tell its flags: {done.stderr.strip()[-300:]}", fix="check its installation with --help"
-        )
     used = {word.split("=")[0] for server in servers for word in server.command if re.match(r"--[a-z]", word)}
     if missing := sorted(used - known):
         raise UserError(
