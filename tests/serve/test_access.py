@@ -252,6 +252,9 @@ def test_metrics(keyed):
 
 def test_health(served):
     assert served.client.get("/health").json() == {"live": True, "ready": True}
+    served.backend.failed = True
+    assert served.client.get("/health").status_code == 503
+    served.backend.failed = False
     served.service.stopping = lambda: True
     assert served.client.get("/health/ready").status_code == 503
     assert served.client.get("/health/live").status_code == 200
