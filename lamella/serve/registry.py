@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -132,7 +133,7 @@ class Registry:
             old = self.models.get(name)
             if old is not None and not replace:
                 raise UserError(f"{name!r} is served already", fix='remove it first, or say "replace": true')
-            if not path.is_dir():
+            if not os.path.isdir(path):  # False also for names that no file system takes
                 raise UserError("no such adapter folder", fix="give a run's or adapter's folder", path=path)
             encoder = self._encoder(own_template(path / "chat_template.jinja"), own_system(path))
             found = None if task is None else task_of(task, tenant, name)

@@ -215,7 +215,7 @@ def test_adapters_come_and_go(keyed, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"path": "none"}, "no such adapter folder"), ({"name": "base"}, "served already"), ({"name": "a/b"}, "name"),
+    [({"path": "none"}, "no such adapter folder"), ({"path": "x" * 3000}, "no such adapter folder"), ({"name": "base"}, "served already"), ({"name": "a/b"}, "name"),
      ({"path": "a\0b"}, "NUL"),
      ({"tenant": "left"}, "without `task`"), ({"task": "none.toml"}, "no such file"), ({"path": "EMPTY"}, "0 of 4 modules")],
 )  # fmt: skip

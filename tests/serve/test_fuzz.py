@@ -8,15 +8,19 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lamella.serve.keys import NewKey, add_key
 from tests.serve.conftest import serving
 
 CHECKED = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
-def running(texts, tokenizer):
-    found = serving(texts, tokenizer, adapters=("left", "right"))
-    found.client = type(found.client)(found.app, raise_server_exceptions=True)  # what breaks shows where
+def running(texts, tokenizer, tmp_path_factory):
+    """The server, and a key that may do everything."""
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    _, key = add_key(path, NewKey("all", ("*",), base=True, admin=True))
+    found = serving(texts, tokenizer, keys=path)
+    found.key = {"Authorization": f"Bearer {key}"}
     return found
 
 
@@ -27,37 +31,54 @@ def check(response, sent):
 
 
 def fuzz(running, examples):
-    schema = schemathesis.openapi.from_asgi("/openapi.json", running.app)
+    """Requests by the schema and against it, with a model that exists; returns (path, status) of the former."""
     seen = set()
+
+    def ask(case):
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = "left"
+        response = case.call(headers=running.key)
+        check(response, case.as_curl_command())
+        return case.path, response.status_code
+
+    def fuzz_one(cases, by_schema):
+        @settings(CHECKED, max_examples=examples)
+        @given(case=cases)
+        def sent(case):
+            found = ask(case)
+            if by_schema:
+                seen.add(found)
+
+        sent()
+
+    schema = schemathesis.openapi.from_asgi("/openapi.json", running.app)
     for operation in schema.get_all_operations():
         api = operation.ok()
-        strategy = api.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
-
-        @settings(CHECKED, max_examples=examples)
-        @given(case=strategy)
-        def positive(case):
-            response = case.call()
-            seen.add((case.path, response.status_code))
-            check(response, case.as_curl_command())
-
-        @settings(CHECKED, max_examples=examples)
-        @given(case=api.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE))
-        def negative(case):
-            check(case.call(), case.as_curl_command())
-
-        positive()
+        fuzz_one(api.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE), True)
         if api.body:
-            negative()
+            fuzz_one(api.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE), False)
     return seen
 
 
 def test_a_few_requests_of_its_own_schema(running):
-    assert len({path for path, _ in fuzz(running, 8)}) >= 8
+    seen = fuzz(running, 12)
+    assert len({path for path, _ in seen}) == 11
+    assert {path for path, status in seen if status == 200} >= {
+        "/v1/models",
+        "/v1/classify",
+        "/metrics",
+        "/admin/adapters",
+    }
 
 
 @pytest.mark.serve
 def test_many_requests_of_its_own_schema(running):
-    fuzz(running, 400)
+    seen = fuzz(running, 400)
+    assert {path for path, status in seen if status == 200} >= {
+        "/v1/classify",
+        "/v1/completions",
+        "/v1/chat/completions",
+    }
 
 
 JSON = st.recursive(
@@ -79,7 +100,10 @@ def test_right_requests_with_odd_values(running, path, changed):
     body = {"chat/completions": {"messages": [{"role": "user", "content": "a"}]}, "completions": {"prompt": "a"},
             "classify": {"documents": [{"text": "a"}]}}[path]  # fmt: skip
     sent = json.dumps({"model": "left", "max_tokens": 2} | body | changed)
-    check(running.client.post(f"/v1/{path}", content=sent, headers={"Content-Type": "application/json"}), sent)
+    check(
+        running.client.post(f"/v1/{path}", content=sent, headers=running.key | {"Content-Type": "application/json"}),
+        sent,
+    )
 
 
 @settings(CHECKED, max_examples=60)
@@ -93,5 +117,11 @@ def test_odd_paths_headers_and_bodies(running, path, name, value, data):
     clean = bytes(b for b in value if b >= 32 and b != 127)
     url = "/v1/models/" + quote(path.encode("utf-8", "replace"))
     check(running.client.get(url, headers={name.encode(): clean, b"authorization": clean}), url)
-    headers = {"content-type": clean, "accept": clean}
+    check(
+        running.client.get(
+            url, headers={name.encode(): clean, b"Authorization": running.key["Authorization"].encode()}
+        ),
+        url,
+    )
+    headers = running.key | {"content-type": clean, "accept": clean}
     check(running.client.post("/v1/completions", content=data, headers=headers), data)
