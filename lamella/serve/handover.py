@@ -53,6 +53,7 @@ class Ready:
     template: str | None
     system: str | None
     stop_ids: tuple[int, ...]
+    folded: bool = False
 
 
 @dataclass
@@ -67,15 +68,30 @@ class Server:
     command: list[str] = field(default_factory=list)
 
 
-def with_system(template: str, system: str | None) -> str:
-    """A chat template that puts `system` before chats without a system turn, as training did."""
-    if system is None:
+def with_system(template: str, system: str | None, *, folded: bool = False) -> str:
+    """A chat template that puts `system` before chats without a system turn, as training did.
+
+    Args:
+        folded: the template knows no system turn: its text goes into the first user turn.
+    """
+    text = "''" if system is None else "'" + system.encode("unicode_escape").decode("ascii").replace("'", "\\'") + "'"
+    has_own = "messages and messages[0]['role'] in ['system', 'developer']"
+    if folded:
+        before = (
+            f"{{%- set first = {text} -%}}"
+            f"{{%- if {has_own} -%}}{{%- set first = messages[0]['content'] -%}}{{%- set messages = messages[1:] -%}}{{%- endif -%}}"
+            "{%- if first and messages and messages[0]['role'] == 'user' -%}"
+            "{%- set messages = [{'role': 'user', 'content': first + '\\n\\n' + messages[0]['content']}] + messages[1:] -%}"
+            "{%- endif -%}"
+        )
+    elif system is not None:
+        before = (
+            f"{{%- if not ({has_own}) -%}}"
+            f"{{%- set messages = [{{'role': 'system', 'content': {text}}}] + messages -%}}{{%- endif -%}}"
+        )
+    else:
         return template
-    text = system.encode("unicode_escape").decode("ascii").replace("'", "\\'")
-    return (
-        "{%- if not messages or messages[0]['role'] not in ['system', 'developer'] -%}"
-        f"{{%- set messages = [{{'role': 'system', 'content': '{text}'}}] + messages -%}}{{%- endif -%}}{template}"
-    )
+    return before + template
 
 
 def hand_over(
@@ -188,11 +204,23 @@ def _adapter(entry: AdapterConfig, engine: str, out: Path, store: Base) -> Ready
     own, system = own_template(entry.path / "chat_template.jinja"), own_system(entry.path)
     tokenizer = load_tokenizer(store.path)
     template = own if own is not None else tokenizer.chat_template
-    stops = Encoder(tokenizer, chat_template=own).stop_ids
+    encoder = Encoder(tokenizer, chat_template=own)
     is_merged = not lora.exists()
     return Ready(
-        entry.name, (merged if is_merged else lora).resolve(), rank, experts, is_merged, template, system, stops
+        entry.name,
+        (merged if is_merged else lora).resolve(),
+        rank,
+        experts,
+        is_merged,
+        template,
+        system,
+        encoder.stop_ids,
+        _folds(encoder),
     )
+
+
+def _folds(encoder: Encoder) -> bool:
+    return encoder.template is not None and encoder.template.system == "folded"
 
 
 def _servers(
@@ -200,7 +228,7 @@ def _servers(
 ) -> list[Server]:
     """Adapters that share a template and a system text on one server; the base's own name where it keeps its template."""
     tokenizer = load_tokenizer(store.path)
-    plain = (tokenizer.chat_template, None)
+    plain, bare = (tokenizer.chat_template, None), Encoder(tokenizer)
     groups: dict[Any, list[Ready]] = {}
     for adapter in ready:
         key = ("merged", adapter.name) if adapter.merged else (adapter.template, adapter.system)
@@ -211,9 +239,9 @@ def _servers(
     for n, (key, members) in enumerate(groups.items()):
         texts = out / f"texts-{n}"
         texts.mkdir(exist_ok=True)
-        first = members[0] if members else Ready("", out, 0, False, False, *plain, Encoder(tokenizer).stop_ids)
+        first = members[0] if members else Ready("", out, 0, False, False, *plain, bare.stop_ids, _folds(bare))
         if isinstance(first.template, str):
-            write_text(texts / "chat_template.jinja", with_system(first.template, first.system))
+            write_text(texts / "chat_template.jinja", with_system(first.template, first.system, folded=first.folded))
         write_json(texts / "generation_config.json", {"eos_token_id": list(first.stop_ids)})
         if first.merged:
             servers.append(Server(config.port + n, str(first.folder), first.name, texts.resolve()))

@@ -1,5 +1,6 @@
 """Who may ask what: keys, tenants, limits, sizes, admin; nothing that tells a stranger what exists."""
 
+import contextlib
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from lamella.errors import UserError
 from lamella.serve.errors import ApiError
 from lamella.serve.keys import ANYONE, KeyStore, NewKey, add_key, read_keys, revoke_key
 from lamella.serve.limits import Limiter
+from lamella.serve.registry import Registry
 from lamella.serve.settings import KeyLimits, load_serve_config
 from tests.serve.conftest import chat, serving
 from tests.serve.fake import FakeBackend, write_adapter
@@ -215,7 +217,8 @@ def test_adapters_come_and_go(keyed, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"path": "none"}, "no such adapter folder"), ({"path": "x" * 3000}, "no such adapter folder"), ({"name": "base"}, "served already"), ({"name": "a/b"}, "name"),
+    [({"path": "none"}, "no such adapter folder"), ({"path": "x" * 3000}, "no such adapter folder"),
+     ({"name": "base"}, "served already"), ({"name": "a/b"}, "name"),
      ({"path": "a\0b"}, "NUL"),
      ({"tenant": "left"}, "without `task`"), ({"task": "none.toml"}, "no such file"), ({"path": "EMPTY"}, "0 of 4 modules")],
 )  # fmt: skip
@@ -300,3 +303,13 @@ def test_a_request_keeps_the_adapter_that_it_began_with(texts, tokenizer, tmp_pa
     assert found.backend.unloaded == ["right", "left"]
     with pytest.raises(KeyError), found.registry.lease(model):
         pass
+
+
+def test_b80_an_adapter_of_another_base_is_refused(texts, tokenizer, tmp_path):
+    registry = Registry(texts / "store", FakeBackend(tokenizer), fingerprint="aa")
+    for fingerprint, taken in (("bb", False), ("aa", True), (None, True)):
+        folder = write_adapter(tmp_path / f"of-{fingerprint}", "x")
+        (folder / "lamella_adapter.json").write_text(json.dumps({"base_fingerprint": fingerprint}))
+        with contextlib.nullcontext() if taken else pytest.raises(UserError, match="fingerprint bb"):
+            registry.add(folder.name, folder)
+        assert (folder.name in registry.models) == taken
