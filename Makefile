@@ -10,16 +10,16 @@ HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 pyth
 SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
 ARGS ?=
 
-.PHONY: demo test test-slow test-distributed test-engines test-serve test-web engines bench lint format clean
+.PHONY: demo test test-slow test-distributed test-engines test-serve test-web test-log engines bench lint format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m lamella demo $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not engines and not serve and not web" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not engines and not serve and not web and not trackers" $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(PY) -m pytest -m "slow and not gpu and not engines" --timeout 1800 $(ARGS)
+	$(PY) -m pytest -m "slow and not gpu and not engines and not serve and not web and not trackers" --timeout 1800 $(ARGS)
 
 # Everything that runs several processes, 20 random kills among it.
 test-distributed: $(VENV)/.dev
@@ -37,6 +37,18 @@ test-serve: $(VENV)/.dev
 test-web: $(VENV)/.dev
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 	$(PY) -m pytest -m web --timeout 600 tests/report $(ARGS)
+
+# A run's figures in real trackers.
+test-log: .log-venv/.made
+	OMP_NUM_THREADS=1 .log-venv/bin/python -m pytest -m trackers tests/track $(ARGS)
+
+# It sees what .venv holds: what is its own comes first.
+.log-venv/.made: requirements-log.txt $(VENV)/.dev
+	$(HOST_PYTHON) -m venv .log-venv
+	.log-venv/bin/python -c "import sysconfig; from pathlib import Path; own = Path(sysconfig.get_path('purelib')); \
+		(own / 'project.pth').write_text(str(Path('$(VENV)').resolve() / own.relative_to(Path('.log-venv').resolve())) + '\n')"
+	.log-venv/bin/pip install --quiet --disable-pip-version-check -r requirements-log.txt
+	touch $@
 
 # vLLM stops at start-up beside torchvision, torchaudio or torchcodec of another torch.
 engines: .engines/llama.cpp/.made .engines/vllm/.made .engines/mlx/.made .engines/transformers-serve/.made
@@ -90,7 +102,7 @@ format: $(VENV)/.dev
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .bench-venv* .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
+	rm -rf $(VENV) .bench-venv* .log-venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
 	find lamella -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -105,6 +105,8 @@ FITTING = (
     Case("fit: dense, all linear, kept", "dense 1024", (500, 300)),
     Case("fit: moe, experts too, kept", "moe 512", (300,) * 3),
     Case("fit: dense, short rows", "dense 512", (80,) * 16, _attention(**{"memory.recompute": "always"})),
+    Case("fit: dense, 2 ranks", "dense 512", (150,) * 10, _attention(), _ranks(1.0, 1.0)),
+    Case("fit: moe, 2 ranks", "moe 512", (150,) * 12, _attention(), _ranks(1.0, 1.0)),
 )
 """Runs that plans are calibrated by (`lamella plan --compare RUN --calibrate`) before the others are planned."""
 SHORT = (60, 75, 90, 110) * 6
@@ -254,7 +256,7 @@ def main() -> None:
             command("probe", "--out", str(machine), *(["--quick"] if args.tiny else []))
         machine = _copy(machine, folder / "calibrated")
         lines = []
-        for number, case in enumerate((*(() if args.bare else FITTING), *wanted)):
+        for number, case in enumerate((*(() if args.bare else _fitting(wanted)), *wanted)):
             config = {**MODELS[case.model], **(TINY if args.tiny else {})}
             store = size.make_store(folder, size.Case(f"{case.model}{' tiny' if args.tiny else ''}", config, 0, ""))
             with tempfile.TemporaryDirectory(dir=folder) as runs:
@@ -262,6 +264,12 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             lines += [] if case in FITTING else [line]
         print(json.dumps(summary(lines)), flush=True)
+
+
+def _fitting(wanted: list[Case]) -> list[Case]:
+    """Runs on devices like those of the cases: calibrations know a device by its threads."""
+    kinds = {bool(case.devices) for case in wanted}
+    return [case for case in FITTING if bool(case.devices) in kinds]
 
 
 def _copy(machine: Path, folder: Path) -> Path:

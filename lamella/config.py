@@ -205,6 +205,13 @@ class ValidationConfig(Section):
     """Direction of `metric`; `auto` knows loss and perplexity (min), accuracy and F1 (max)."""
 
 
+class TrackConfig(Section):
+    project: str = Field("lamella", min_length=1)
+    """Name of the project (MLflow: experiment) under which trackers show the run."""
+    mlflow_uri: str | None = None
+    """MLflow's tracking server or database; None: `mlflow.db` in `runs_dir`."""
+
+
 class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; artifacts go to `<runs_dir>/<name>`."""
@@ -236,6 +243,10 @@ class RunConfig(Section):
     """Saving."""
     validation: ValidationConfig = ValidationConfig()
     """Measuring while training."""
+    log: tuple[Literal["tensorboard", "mlflow", "trackio", "wandb"], ...] = ()
+    """Trackers that get the run's figures as they come; each has to be installed."""
+    track: TrackConfig = TrackConfig()
+    """How trackers are to show it."""
 
     def for_rank(self, rank: int) -> RunConfig:
         """The same with this rank's own device, threads and budget, where `devices` says them."""

@@ -93,9 +93,9 @@ def _check_devices(plan: PlanFile, config: RunConfig, path: Path) -> None:
             raise UserError(f"the plan is for {len(names)} rank{'s' * (len(names) != 1)}, and {world} were started",
                             fix=fix, path=path)  # fmt: skip
         return
-    threads = (
-        sum(entry.threads or 0 for entry in config.devices if entry.device == "cpu") or config.compute.threads or 0
-    )
+    each = [entry.threads or 0 for entry in config.devices if entry.device == "cpu"] or [config.compute.threads or 0]
+    cores_planned = max((host.cores for host in plan.machine.hosts), default=0)
+    threads = max(max(each), min(sum(each), cores_planned))  # ranks share cores where that was planned
     cores = len(os.sched_getaffinity(0))
     if threads > cores:
         raise UserError(f"the plan is for {threads} CPU threads, and here are {cores} cores", fix=fix, path=path)

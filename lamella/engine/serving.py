@@ -12,25 +12,51 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamella.adapter.lora import SiteSpec, is_finite
+from lamella.adapter.lora import is_finite
 from lamella.adapter.places import Names, places_of
 from lamella.adapter.read import AdapterFile, check_allowed
 from lamella.engine.engine import Engine
 from lamella.errors import UserError
 from lamella.models.attention import Cache
 from lamella.models.layout import PackedBatch, pack_rows
-from lamella.models.linear import FrozenLinear, LoraSite
+from lamella.models.linear import LoraSite
 from lamella.models.paged import CacheRow, Form, FormProbe, NextTokens, PagedCache, Prompts
 from lamella.models.several import BASE, RowRuns, filled_up
 from lamella.models.skeleton import Skeleton
 
 SMOKE_TOKENS = 32
 """Of the prompt that shows an adapter's effect."""
+
+
+class Hanger(NamedTuple):
+    """A pair and where it is hung: attributes of the module, and the expert parameter's name (None: a linear layer)."""
+
+    attributes: dict[str, Any]
+    parameter: str | None
+    pair: LoraSite
+
+    def hang(self) -> None:
+        """As the only adapter."""
+        if self.parameter is None:
+            self.attributes["lora"] = self.pair
+        else:
+            self.attributes.setdefault("lamella_lora", {})[self.parameter] = self.pair
+
+    def hang_among(self, pairs: list[LoraSite | None]) -> None:
+        """Among those of several adapters."""
+        if self.parameter is None:
+            self.attributes["several"] = pairs
+        else:
+            self.attributes.setdefault("lamella_several", {})[self.parameter] = pairs
+
+    def take_off(self) -> None:
+        for name in ("lora", "several", "lamella_lora", "lamella_several"):
+            self.attributes.pop(name, None)
 
 
 class Resident:
@@ -47,14 +73,18 @@ class Resident:
         self.sites = len(file.sites)
         self.rank = max(site.rank for site in file.sites.values())
         self.bytes = 0
-        self.layers: dict[int, list[tuple[SiteSpec, LoraSite]]] = {}
+        self.layers: dict[int, list[Hanger]] = {}
         for key, site in file.sites.items():
             a, b = file.pair(key)
             if not (is_finite(a) and is_finite(b)):
                 raise UserError(f"{key} has values that are not finite", path=file.path, fix="train the adapter again")
             a, b = (x.to(device, skeleton.dtype).contiguous() for x in (a, b))
+            if site.experts is None and device.type == "cpu":
+                b = b.T.contiguous().T  # outputs side by side: see `kernels/lora_rows.py`
             self.bytes += a.nbytes + b.nbytes
-            self.layers.setdefault(site.layer, []).append((site, LoraSite(a, b, site.scale, site=site.index)))
+            owner = skeleton.layers[site.layer].get_submodule(site.path)
+            pair = LoraSite(a, b, site.scale, site=site.index)
+            self.layers.setdefault(site.layer, []).append(Hanger(owner.__dict__, site.parameter, pair))
 
 
 def read_resident(
@@ -85,9 +115,9 @@ class Share:
 class _Guest:
     """Hangs a share's adapters into each layer in turn."""
 
-    def __init__(self, share: Share, batch: PackedBatch, skeleton: Skeleton) -> None:
+    def __init__(self, share: Share, batch: PackedBatch) -> None:
         """`batch`: as it will run, filler included."""
-        self.cache, self._skeleton = share.cache, skeleton
+        self.cache = share.cache
         self._adapters: list[Resident] = []
         numbers = []
         for adapter in share.adapters:
@@ -98,53 +128,32 @@ class _Guest:
         numbers += numbers[-1:] * (len(lengths) - len(numbers))  # filler goes with the last: no run more
         self.runs = RowRuns(torch.repeat_interleave(torch.tensor(numbers), lengths))
 
-    def _owner(self, site: SiteSpec) -> Any:
-        return self._skeleton.layers[site.layer].get_submodule(site.path)
-
     @contextmanager
     def hung(self, layer: int) -> Iterator[None]:
         if not self._adapters:
             yield
             return
-        owners: list[Any] = []
-        alone = self.runs.alone
+        alone, used = self.runs.alone, []
         try:
             if alone is not None:
-                for site, pair in self._adapters[alone].layers.get(layer, ()):
-                    owners.append(self._owner(site))
-                    self._hang_one(owners[-1], site, pair)
+                for hanger in self._adapters[alone].layers.get(layer, ()):
+                    used.append(hanger)
+                    hanger.hang()
             else:
-                by_weight: dict[tuple[str, str | None], tuple[SiteSpec, list[LoraSite | None]]] = {}
+                by_weight: dict[tuple[int, str | None], list[LoraSite | None]] = {}
                 for number, adapter in enumerate(self._adapters):
-                    for site, pair in adapter.layers.get(layer, ()):
-                        empty: list[LoraSite | None] = [None] * len(self._adapters)
-                        by_weight.setdefault((site.path, site.parameter), (site, empty))[1][number] = pair
-                for site, pairs in by_weight.values():
-                    owners.append(self._owner(site))
-                    self._hang_several(owners[-1], site, pairs)
+                    for hanger in adapter.layers.get(layer, ()):
+                        key = id(hanger.attributes), hanger.parameter
+                        if key not in by_weight:
+                            by_weight[key] = [None] * len(self._adapters)
+                            used.append(hanger)
+                            hanger.hang_among(by_weight[key])
+                        by_weight[key][number] = hanger.pair
             with self.runs.use():
                 yield
         finally:
-            for owner in owners:
-                if isinstance(owner, FrozenLinear):
-                    owner.lora = owner.several = None
-                else:
-                    owner.__dict__.pop("lamella_lora", None)
-                    owner.__dict__.pop("lamella_several", None)
-
-    @staticmethod
-    def _hang_one(owner: Any, site: SiteSpec, pair: LoraSite) -> None:
-        if site.parameter is None:
-            owner.lora = pair
-        else:
-            owner.__dict__.setdefault("lamella_lora", {})[site.parameter] = pair
-
-    @staticmethod
-    def _hang_several(owner: Any, site: SiteSpec, pairs: list[LoraSite | None]) -> None:
-        if site.parameter is None:
-            owner.several = pairs
-        else:
-            owner.__dict__.setdefault("lamella_several", {})[site.parameter] = pairs
+            for hanger in used:
+                hanger.take_off()
 
 
 class Serving:
@@ -222,7 +231,7 @@ class Serving:
         batches = [self._as_run(share) for share in shares]
         padded = [b if share.cache is not None else b.padded(walk.padded_tokens(b.tokens) if b.tokens else 1)
                   for b, share in zip(batches, shares, strict=True)]  # fmt: skip
-        guests = [_Guest(share, b, self.engine.skeleton) for share, b in zip(shares, padded, strict=True)]
+        guests = [_Guest(share, b) for share, b in zip(shares, padded, strict=True)]
         found = walk.forward(batches, guests=guests)
         return [h[: share.batch.tokens] for h, share in zip(found, shares, strict=True)]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lamella.errors import UserError
+from lamella.kernels import lora_rows as kernels
 
 
 class Pair(Protocol):
@@ -108,6 +109,18 @@ Runs = Sequence[tuple[int, int, int]]
 """(first row, end, adapter's number)."""
 
 
+def _pair(several: Several, number: int, expert: int | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """A, B and scale of an adapter; None: it has no pair here."""
+    site = None if number == BASE else several[number]
+    if site is None:
+        return None, None, 0.0
+    return (site.a, site.b, site.scale) if expert is None else (site.a[expert], site.b[expert], site.scale)
+
+
+def largest_rank(several: Several) -> int:
+    return max((site.a.shape[-2] for site in several if site is not None), default=0)
+
+
 def lora_part(x_NI: Tensor, several: Several, y_NO: Tensor, runs: Runs, expert: int | None = None) -> None:
     """Write every run's scale (x A^T) B^T into y, zeros where its adapter has no pair.
 
@@ -116,18 +129,21 @@ def lora_part(x_NI: Tensor, several: Several, y_NO: Tensor, runs: Runs, expert: 
         expert: the pairs are stacks, and this one's is meant.
     """
     rows = x_NI.shape[0]
+    if kernels.takes(x_NI, [end - first for first, end, _ in runs], largest_rank(several)):
+        x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()
+        kernels.lora_rows(x_NI, [(first, end, *_pair(several, number, expert)) for first, end, number in runs], y_NO)
+        return
     few_shapes = x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu"
     for first, end, number in runs:
-        site = None if number == BASE else several[number]
-        if site is None:
+        a_rI, b_Or, scale = _pair(several, number, expert)
+        if a_rI is None or b_Or is None:
             y_NO[first:end].zero_()
             continue
-        a_rI, b_Or = (site.a, site.b) if expert is None else (site.a[expert], site.b[expert])
         taken = min(filled_up(end - first), rows) if few_shapes else end - first
         start = min(first, rows - taken)
         xa_Nr = x_NI[start : start + taken] @ a_rI.T
         if taken == end - first:
-            y_NO[first:end].addmm_(xa_Nr, b_Or.T, beta=0, alpha=site.scale)
+            y_NO[first:end].addmm_(xa_Nr, b_Or.T, beta=0, alpha=scale)
         else:  # neighbours' rows came along; their results are dropped
-            part = x_NI.new_empty(taken, b_Or.shape[0]).addmm_(xa_Nr, b_Or.T, beta=0, alpha=site.scale)
+            part = x_NI.new_empty(taken, b_Or.shape[0]).addmm_(xa_Nr, b_Or.T, beta=0, alpha=scale)
             y_NO[first:end] = part[first - start : end - start]

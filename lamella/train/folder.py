@@ -33,7 +33,19 @@ RESULT = ("adapter_model.safetensors", "adapter_config.json", "lamella_adapter.j
           "generation_config.json")  # fmt: skip
 """The adapter's files: in the folder itself only while the run is `ok`."""
 PLAN = "plan.json"
-OURS = ("config.json", PLAN, "metrics.jsonl", "validation.jsonl", "receipt.json", TRACE, "checkpoints", *RESULT)
+TRACKED = ("track.json", "tensorboard", "wandb")
+"""What trackers leave in the folder."""
+OURS = (
+    "config.json",
+    PLAN,
+    "metrics.jsonl",
+    "validation.jsonl",
+    "receipt.json",
+    TRACE,
+    "checkpoints",
+    *RESULT,
+    *TRACKED,
+)
 RESULT_PARTIAL = ".adapter.partial"
 
 _WRITTEN_BY_US = {  # keys by which a file of ours is known
@@ -47,7 +59,7 @@ FREE_KEYS = (
     "train.steps", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "train.max_bad_steps",
     "memory.budget", "memory.recompute", "memory.state", "train.micro_batch_tokens", "compute.threads",  # rounding at most
     "devices", "split.kind", "split.stages", "split.layers", "split.shares", "split.groups", "split.rebalance",
-    "split.gather", "trace.steps", "launch.restarts",
+    "split.gather", "trace.steps", "launch.restarts", "log", "track.project", "track.mlflow_uri",
 )  # fmt: skip
 """Settings that may change when a run is resumed. What lies behind the paths is compared by fingerprint."""
 
@@ -194,6 +206,9 @@ class RunFolder:
             self.checkpoints.clear()
             self.metrics.path.unlink(missing_ok=True)
             self.validations.path.unlink(missing_ok=True)
+            (self.path / TRACKED[0]).unlink(missing_ok=True)
+            for name in TRACKED[1:]:
+                shutil.rmtree(self.path / name, ignore_errors=True)
         else:
             self.metrics.keep_until(beginning.step)
             self.validations.keep_until(beginning.step)

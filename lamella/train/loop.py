@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -35,6 +35,7 @@ from lamella.ranks.place import place_of
 from lamella.ranks.preflight import preflight
 from lamella.trace.recorder import RECORDER
 from lamella.trace.summary import DeviceFacts, summarise
+from lamella.track import Tracking, check_installed
 from lamella.train import receipt as receipts
 from lamella.train import tracing
 from lamella.train.checkpoint import load_optimizer, load_state
@@ -81,6 +82,7 @@ class Run:
     stop: bool = False
     saving: bool = False
     traced: bool = False
+    tracking: Tracking = field(default_factory=Tracking)
     devices: list[dict[str, Any]] = field(default_factory=list)
     """What each rank did since the step before, as `metrics.jsonl` has it."""
 
@@ -119,6 +121,7 @@ def train_run(
 
         assemble = assemble_parts
     check_validation(config.validation)
+    check_installed(config.log)
     ranks = _join(config)
     folder = RunFolder(config)
     try:
@@ -130,6 +133,8 @@ def train_run(
                 plan = parts.forecast(machine)
             run = _open_run(config, ranks, folder, parts, beginning)
             ranks.on_first(lambda: _start(folder, beginning, plan))
+            if ranks.first:
+                run.tracking = Tracking.begin(config, folder.path, run.warn)
             return _train(run)
         finally:
             parts.engine.close()
@@ -224,12 +229,14 @@ def _train(run: Run) -> TrainResult:
         if run.ranks.first:
             _write_failure(run, error)
         raise
+    run.tracking.finish("ok")
     return _result(run)
 
 
 def _write_failure(run: Run, error: BaseException) -> None:
     """The receipt of a run that did not end well; its adapter stays in the checkpoints alone."""
-    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    status: Literal["interrupted", "failed"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    run.tracking.finish(status)
     reason = str(error) or type(error).__name__
     try:
         run.folder.checkpoints.settle()
@@ -275,6 +282,7 @@ def _all_steps(run: Run) -> bool:
             line, asked_to_stop = _take_step(run)
             if run.ranks.first:
                 run.folder.metrics.append(line)
+                run.tracking.log(line)
             loss = "skipped" if line["loss"] is None else f"loss {line['loss']:.4f}"
             meter.advance(1, f"{loss}, {line['tokens_per_s']:.0f} tokens/s, {_speed(line)}")
             _check_moved(run)
@@ -505,7 +513,9 @@ def _validate(run: Run) -> bool:
     better = run.state.best.offer(chosen, run.state.step)
     if run.ranks.first:
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        run.folder.validations.append({"step": run.state.step, **shown, "best": better})
+        line = {"step": run.state.step, **shown, "best": better}
+        run.folder.validations.append(line)
+        run.tracking.log_validation(line)
     return better
 
 

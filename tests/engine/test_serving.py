@@ -148,7 +148,7 @@ def test_an_adapter_s_memory_goes_with_its_last_user(made, tmp_path):
     folders = save_adapters(engine, tmp_path, 1)
     serving = Serving(engine)
     resident = read_resident(engine, "t0", folders["t0"], serving.names, None)
-    pairs = [weakref.ref(pair.a) for sites in resident.layers.values() for _, pair in sites]
+    pairs = [weakref.ref(h.pair.a) for hangers in resident.layers.values() for h in hangers]
     share = Share(pack_rows([([1, 2, 3], []), ([4, 5], [])]), (None, resident))
     serving.walk([share])
     assert all(ref() is not None for ref in pairs)
@@ -181,9 +181,9 @@ def test_b71_an_adapter_without_effect_is_refused(made, tmp_path):
     serving = Serving(engine)
     resident = read_resident(engine, "t0", folders["t0"], serving.names, None)
     assert serving.effect(resident) > 0.01
-    for sites in resident.layers.values():
-        for _, pair in sites:
-            pair.b.zero_()
+    for hangers in resident.layers.values():
+        for hanger in hangers:
+            hanger.pair.b.zero_()
     with pytest.raises(UserError, match="has no effect"):
         serving.effect(resident)
 

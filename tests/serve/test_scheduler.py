@@ -169,7 +169,7 @@ def test_adapters_swapped_while_requests_run_each_answer_is_its_own_adapter_s(wo
 
 
 def test_unloading_gives_memory_back_after_the_last_request(backend):
-    pairs = [weakref.ref(p.a) for sites in backend._adapters["t0"][0].layers.values() for _, p in sites]
+    pairs = [weakref.ref(h.pair.a) for hangers in backend._adapters["t0"][0].layers.values() for h in hangers]
 
     async def run():
         async with aclosing(backend.generate(ask("t0", prompt(5, 1), 200, stop_ids=frozenset()))) as items:
@@ -335,9 +335,33 @@ def test_a_failed_pass_fails_its_requests_and_the_next_one_works(backend, worlds
     assert backend.stats().finished["failed"] == 2
 
 
+def test_an_engine_that_cannot_go_on_fails_everything_and_says_so(backend, monkeypatch):
+    def broken(*args):
+        raise KeyError("a bug")
+
+    hooked = []
+    monkeypatch.setattr(threading, "excepthook", hooked.append)
+
+    async def run():
+        running = asyncio.create_task(ids_of(backend, ask("t0", prompt(4, 1), 400, stop_ids=frozenset())))
+        while not backend.stats().running:
+            await asyncio.sleep(0.001)
+        assert not backend.ended
+        monkeypatch.setattr(backend._serving, "walk", broken)
+        with pytest.raises(EngineFailed, match="has ended"):
+            await running
+        with pytest.raises(EngineFailed, match="has ended"):
+            await ids_of(backend, ask("t1"))
+
+    asyncio.run(run())
+    backend._thread.join(10)
+    assert backend.ended
+    assert hooked[0].exc_type is KeyError  # not swallowed
+
+
 def test_numbers_that_are_not_finite_fail_their_own_request_alone(backend, worlds):
-    for sites in backend._adapters["t0"][0].layers.values():
-        sites[0][1].b.fill_(float("nan"))
+    for hangers in backend._adapters["t0"][0].layers.values():
+        hangers[0].pair.b.fill_(float("nan"))
 
     async def run():
         bad = asyncio.create_task(ids_of(backend, ask("t0", prompt(9, 1))))

@@ -99,6 +99,11 @@ def test_a_plan_for_more_ranks_or_cores_than_there_are(run_toml, machine_json, m
     )
     refused = runner.invoke(app, ["train", str(saved)])
     assert "the plan is for 4096 CPU threads" in str(refused.exception)
+    hosts = tuple(host.model_copy(update={"cores": 4096}) for host in plan.machine.hosts)
+    ranks = {**plan.settled, "devices": [{"device": "cpu", "threads": 1}] * 4096}
+    elsewhere = plan.model_copy(update={"settled": ranks, "machine": plan.machine.model_copy(update={"hosts": hosts})})
+    write_plan(saved, elsewhere)
+    assert "the plan is for 4096 CPU threads" in str(runner.invoke(app, ["train", str(saved)]).exception)
     write_plan(saved, plan)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
