@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from lamella.ranks.report import launched, say
 
 INTERRUPTED = 130
 app = typer.Typer(
-    name="lamella", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="lamella", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
     help="Fine-tune language models that do not fit, one thin layer at a time.",
 )  # fmt: skip
 
@@ -65,6 +66,7 @@ for command in app.registered_commands:  # [classes] in a text is no markup
 def main() -> None:
     """Entry point: user errors end in one message and their exit code, Ctrl-C in 130."""
     ours = Path(sys.argv[0]).stem in ("lamella", "__main__")  # not when a program calls this
+    ours = ours and "_LAMELLA_COMPLETE" not in os.environ  # nor when a shell completes a word
     if ours and sys.argv[1:2] != ["plan"]:  # which takes no tensors
         restart_tuned()
     if ours:

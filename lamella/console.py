@@ -21,6 +21,11 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 
 
+def keep_stdout() -> None:
+    """From now on tables go to stderr too: the command prints one JSON object."""
+    out.file = sys.stderr
+
+
 def notice(message: str) -> None:
     """One line that the user must be able to see (a fallback, a repair, a conflict)."""
     err.print(Text(message))

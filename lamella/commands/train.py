@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,20 +31,29 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on from a checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what an earlier run of this name left.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the steps; stop.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the receipt (with --dry-run: the resolved config) as one JSON object.")
+    ] = False,
 ) -> None:
     """Train an adapter; a run that was interrupted goes on from its newest complete checkpoint.
 
     With several [[devices]], or device "cuda" and several GPUs, it starts one process for each.
     """
+    from lamella.console import keep_stdout
     from lamella.launch.local import local_ranks, start_ranks
     from lamella.launch.rank import enter, is_restart
     from lamella.ranks.place import started_by_launcher
 
     if resume and fresh:
         raise UserError("--resume and --fresh together", fix="give one of them")
+    if as_json:
+        keep_stdout()
     config, plan = _open_run(run, overrides or [])
     if dry_run:
-        _show_plan(config)
+        if as_json:
+            typer.echo(json.dumps(config.model_dump(mode="json"), ensure_ascii=False))
+        else:
+            _show_plan(config)
         return
     mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
     if started_by_launcher():
@@ -51,11 +62,13 @@ def train(
             mode = "auto"
     elif (count := local_ranks(config)) > 1:
         _check_inputs(config)
-        start_ranks(config, count, [str(run), *(overrides or [])], mode)
+        start_ranks(config, count, [str(run), *(overrides or []), *["--json"] * as_json], mode)
         return
     from lamella.train.loop import train_run
 
-    train_run(config, mode, plan=plan, machine=_machine_file(run))
+    result = train_run(config, mode, plan=plan, machine=_machine_file(run))
+    if as_json and os.environ.get("RANK", "0") == "0":
+        typer.echo(result.receipt_path.read_text(encoding="utf-8"))
 
 
 def _open_run(run: Path, overrides: list[str]) -> tuple[RunConfig, PlanFile | None]:
@@ -80,8 +93,6 @@ def _open_run(run: Path, overrides: list[str]) -> tuple[RunConfig, PlanFile | No
 
 def _check_devices(plan: PlanFile, config: RunConfig, path: Path) -> None:
     """Refuse a plan for ranks, GPUs or cores that are not here."""
-    import os
-
     from lamella.ranks.place import check_count, started_by_launcher
 
     fix = "run it where it was made for, or make a plan for this machine: lamella plan MODEL --machine machine.json"

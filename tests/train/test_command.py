@@ -80,3 +80,19 @@ def test_user_errors(run_toml, arguments, message):
     result = runner.invoke(app, ["train", str(run_toml), *arguments])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_json_is_the_receipt_alone(stores, tmp_path, ranks):
+    devices = "".join("[[devices]]\nthreads = 1\n" for _ in range(ranks if ranks > 1 else 0))
+    (tmp_path / "run.toml").write_text(
+        f'store = "{stores / "dense"}"\n[data]\ntrain = "{stores / "rows.jsonl"}"\n'
+        f'[train]\nsteps = 2\nrows_per_step = 4\n[compute]\ndtype = "fp32"\nthreads = 1\n{devices}'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "lamella", "train", "run.toml", "--json"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(done.stdout)
+    assert receipt["status"] == "ok" and receipt["figures"]["ranks"] == ranks
+    assert "receipt of run: ok" in done.stderr
