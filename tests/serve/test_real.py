@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -148,4 +149,22 @@ def test_a_process_from_start_to_end(tiny, tmp_path):
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{served.url}/health")
     assert "stopped" in served.log.read_text()
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_a_drain_has_an_end(tiny, tmp_path):
+    """What runs longer than `drain_s` is cut, streamed or not, and that ends well too."""
+    with Served(tiny.settings(tmp_path, drain_s=0)) as served, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(httpx.post, f"{served.url}/v1/chat/completions", json=long_chat(), timeout=60)
+        served.until(lambda: served.metric("lamella_running") == 8)
+        with httpx.stream(
+            "POST", f"{served.url}/v1/chat/completions", json=long_chat(stream=True), timeout=60
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            served.stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert served.process.wait(30) == 0
+        assert whole.result().status_code == 503
     assert "Traceback" not in served.log.read_text()
