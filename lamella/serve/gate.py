@@ -65,7 +65,7 @@ class Gate:
                     if not service.stopping():
                         raise
                     if not begun:  # the time to drain is over; what was begun ends without its end
-                        error = ApiError(
+                        cut = ApiError(
                             503, "the server stopped before the answer was complete", code="stopping", retry_s=5
                         )
                         await cut.response()(scope, receive, noted)
