@@ -141,8 +141,10 @@ async def _tell_invalid(_: Request, error: Exception) -> Response:
     if own is not None:
         where.append(str(own))
     param = ".".join(where) or None
-    if first["type"] == "missing" and not where:
-        return ApiError(400, "no body: send one JSON object, with `Content-Type: application/json`").response()
+    if not where and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
+        return ApiError(
+            400, "no request in the body: send one JSON object, with `Content-Type: application/json`"
+        ).response()
     message = first["msg"] if own is not None or param is None else f"`{param}`: {first['msg']}"
     return ApiError(400, message, param=param).response()
 

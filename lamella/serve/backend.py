@@ -231,6 +231,11 @@ class Backend(Protocol):
 
     def stats(self) -> Stats: ...
 
+    @property
+    def ended(self) -> bool:
+        """Everything fails with `EngineFailed` from now on."""
+        ...
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests with `Busy` and wait for those taken; after `timeout_s` cancel what still runs."""
         ...

@@ -22,17 +22,25 @@ class Classifier:
     Args:
         task: with the tenant's labels.
         encoder: with the adapter's chat template and system text.
+        vocabulary: ids are below it.
 
     Raises:
         UserError: labels that cannot be told apart, a template that opens reasoning where the label is scored.
     """
 
-    def __init__(self, task: Task, tenant: str, encoder: StoreEncoder) -> None:
+    def __init__(self, task: Task, tenant: str, encoder: StoreEncoder, vocabulary: int) -> None:
         self.task = task
         self.tenant = tenant
         self.labels = task.labels[tenant]
         self._encoder = encoder
-        self.trie = LabelTrie(self.labels, [encoder.answer_ids(label) for label in self.labels])
+        answers = [encoder.answer_ids(label) for label in self.labels]
+        for label, ids in zip(self.labels, answers, strict=True):
+            if max(ids) >= vocabulary:
+                raise UserError(
+                    f"label {label!r} of tenant {tenant!r} needs a token that the model does not have",
+                    fix="put the tokenizer that belongs to the model into the checkpoint and quantise again",
+                )
+        self.trie = LabelTrie(self.labels, answers)
         self.answer_tokens = max(map(len, self.trie.paths)) - 1
         check_thinking(encoder, self.prompt(self._row(Document(text="?"), 0)), "likelihood")
 

@@ -99,6 +99,8 @@ async def chat_job(service: Service, visit: Visit, asked: ChatRequest) -> Job:
         if opened:
             raise ApiError(400, "the chat template opens <think> where the label would begin: ask without choices",
                            param="guided_choice")  # fmt: skip
+        if max(map(max, ids)) >= service.backend.limits().vocabulary:
+            raise ApiError(400, "a choice needs a token that the model does not have: rename it", param="guided_choice")
         if len(labels) < len(ids):
             raise ApiError(400, "two choices have the same tokens: give different ones", param="guided_choice")
         if asked.stops:

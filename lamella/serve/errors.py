@@ -36,7 +36,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_s is None else {"Retry-After": str(max(1, round(self.retry_s + 0.5)))}
+        told = {} if self.retry_s is None else {"Retry-After": str(max(1, round(self.retry_s + 0.5)))}
+        return told | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)

@@ -32,14 +32,14 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, status = self._service, 500
+        service, status, begun = self._service, 500, False
         visit = Visit(ANYONE, time.monotonic() + service.config.limits.timeout_s)
         scope[VISIT] = visit
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
             await send(message)
 
         service.metrics.in_flight.inc()
@@ -59,7 +59,16 @@ class Gate:
                 if body is None:
                     status = GONE
                     return
-                await self._app(scope, _replay(body, receive), noted)
+                try:
+                    await self._app(scope, _replay(body, receive), noted)
+                except asyncio.CancelledError:
+                    if not service.stopping():
+                        raise
+                    if not begun:  # the time to drain is over; what was begun ends without its end
+                        cut = ApiError(
+                            503, "the server stopped before the answer was complete", code="stopping", retry_s=5
+                        )
+                        await cut.response()(scope, receive, noted)
         finally:
             service.metrics.in_flight.dec()
             route = getattr(scope.get("route"), "path", "other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from lamella.adapter.peft_format import read_facts
 from lamella.data.encode import Encoder, load_tokenizer
 from lamella.errors import UserError
 from lamella.eval.encoder import StoreEncoder, own_system, own_template
@@ -91,9 +93,11 @@ class Registry:
     Args:
         store: the layer store, for its tokenizer and template.
         base: model name of the store without an adapter.
+        fingerprint: of the weights that the store was made from; adapters that name another one are refused.
     """
 
-    def __init__(self, store: Path, backend: Backend, base: str = "base") -> None:
+    def __init__(self, store: Path, backend: Backend, base: str = "base", fingerprint: str | None = None) -> None:
+        self._fingerprint = fingerprint
         self._store = store
         self._backend = backend
         self._changing = threading.Lock()
@@ -132,13 +136,14 @@ class Registry:
             old = self.models.get(name)
             if old is not None and not replace:
                 raise UserError(f"{name!r} is served already", fix='remove it first, or say "replace": true')
-            if not path.is_dir():
+            if not os.path.isdir(path):  # False also for names that no file system takes
                 raise UserError("no such adapter folder", fix="give a run's or adapter's folder", path=path)
+            self._check_base(path)
             encoder = self._encoder(own_template(path / "chat_template.jinja"), own_system(path))
             found = None if task is None else task_of(task, tenant, name)
             if found is None and tenant is not None:
                 raise UserError(f"`tenant` of {name!r} without `task`", fix="name the task.toml too")
-            classifier = None if found is None else Classifier(*found, encoder)
+            classifier = None if found is None else Classifier(*found, encoder, self._backend.limits().vocabulary)
             self._loads += 1
             inner = name if old is None and name not in self._backend.adapters() else f"{name}@{self._loads}"
             loaded = self._backend.load_adapter(inner, path)
@@ -148,6 +153,14 @@ class Registry:
                 self._retire(old)
         self._forget_encoders()
         return made
+
+    def _check_base(self, adapter: Path) -> None:
+        trained_on = read_facts(adapter).get("base_fingerprint")
+        if None not in (trained_on, self._fingerprint) and trained_on != self._fingerprint:
+            raise UserError(
+                f"the adapter was trained on a base with fingerprint {trained_on}, the store's is {self._fingerprint}",
+                fix="serve it with the store it was trained on", path=adapter,
+            )  # fmt: skip
 
     def remove(self, name: str) -> int:
         """Serve a name no more; requests in flight keep it, and their number is returned.

@@ -99,8 +99,12 @@ class Request(Body):
     @model_validator(mode="before")
     @classmethod
     def _writable(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
         try:
             json.dumps(tree, ensure_ascii=False).encode()
+        except RecursionError as error:
+            raise PydanticCustomError("depth", "the request is nested too deeply: send flat JSON") from error
         except UnicodeEncodeError as error:
             raise PydanticCustomError("unicode", "half of a surrogate pair in a text: send valid Unicode") from error
         return tree

@@ -136,7 +136,7 @@ class Service:
 
     def works(self) -> bool:
         """The engine still answers."""
-        return True
+        return not self.backend.ended
 
     def caller(self, authorization: str) -> Caller:
         """Who sends this header.

@@ -79,3 +79,10 @@ def keyed(texts, tokenizer, tmp_path):
 
 def chat(model="left", text="question", **more):
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    from tests.serve.tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("tiny"))

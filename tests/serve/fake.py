@@ -125,6 +125,10 @@ class FakeBackend:
     def stats(self):
         return Stats(self.running, 0, 10_000, 0, {None: 1}, {None: 1}, {1: 3, 2: 5}, {"stop": 1}, 1, 3, 0.5)
 
+    @property
+    def ended(self):
+        return self.failed
+
     async def drain(self, timeout_s):
         pass
 

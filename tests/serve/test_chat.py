@@ -188,7 +188,7 @@ def test_what_changes_nothing_is_taken(served):
 
 @pytest.mark.parametrize(
     ("data", "told"),
-    [(b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", ""), (b"", "no body"), (b"[" * 100_000, ""),
+    [(b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object"), (b"[" * 100_000, ""),
      (b'{"model": "left", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
      (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}', "surrogate"),
      (b'{"model": "left", "\\ud800": 1}', "surrogate"), (b'{"model": "left", "temperature": NaN}', ""),
