@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,15 +157,23 @@ class Engine:
         Raises:
             UserError: the adapter was trained on another base (its files name the base's fingerprint).
         """
-        trained_on = adapter.origin.get("base_fingerprint") if adapter is not None else None
-        here = self.store.manifest.source_fingerprint
+        if adapter is not None:
+            self.check_base(adapter.origin)
+        self.walk.attach(adapter)
+        self._flops = FlopCounter(self.skeleton, adapter.sites.values() if adapter is not None else ())
+
+    def check_base(self, facts: Mapping[str, Any]) -> None:
+        """See that an adapter with these facts (of its `lamella_adapter.json`) was trained on this base, where they say so.
+
+        Raises:
+            UserError: it was not.
+        """
+        trained_on, here = facts.get("base_fingerprint"), self.store.manifest.source_fingerprint
         if trained_on is not None and trained_on != here:
             raise UserError(
                 f"the adapter was trained on a base with fingerprint {trained_on}, the store's is {here}",
                 fix="use the store it was trained on; to try it anyway, remove base_fingerprint from lamella_adapter.json",
             )
-        self.walk.attach(adapter)
-        self._flops = FlopCounter(self.skeleton, adapter.sites.values() if adapter is not None else ())
 
     def divide(self, group: Group | None, shares: Sequence[float] = ()) -> None:
         """Hold and compute a part of every layer from now on, with the other ranks of a group.

@@ -14,9 +14,9 @@ Shape suffixes: T tokens, H hidden, N scored pairs, V vocabulary, S sequences, E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from lamella.engine.step import Routing, StepOutput, StepRun
 from lamella.engine.weights import LayerWeights
 from lamella.errors import UserError
 from lamella.kernels import rows
-from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
+from lamella.models.attention import AttentionLayout, AttentionRefused, Cache
 from lamella.models.divided import Division
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import DropoutClock, FrozenLinear, LoraSite
@@ -64,6 +64,16 @@ class Item:
     row_keys_T: Tensor | None
     number: int = 0
     graphs: dict[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
+
+
+class Guest(Protocol):
+    """A batch's own adapters and cache in a walk without an attached adapter (see `serving.py`)."""
+
+    cache: Cache | None
+
+    def hung(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, its adapters are hung into the layer."""
+        ...
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -245,7 +255,7 @@ class Walk:
 
     # ---- one layer ------------------------------------------------------------------------------
 
-    def enter(self, batch: PackedBatch, step_index: int | None, cache: KVCache | None = None) -> Item:
+    def enter(self, batch: PackedBatch, step_index: int | None, cache: Cache | None = None) -> Item:
         vocab_size = int(self.skeleton.config.vocab_size)
         if batch.tokens and int(batch.input_ids.max()) >= vocab_size:
             raise UserError(f"token id {int(batch.input_ids.max())} is beyond the model's vocabulary of {vocab_size}",
@@ -294,18 +304,24 @@ class Walk:
         return torch.maximum(-low, high).float()
 
     def forward(
-        self, batches: Sequence[PackedBatch], cache: KVCache | None = None,
-        on_layer: Callable[[int], None] | None = None,
+        self, batches: Sequence[PackedBatch], cache: Cache | None = None,
+        on_layer: Callable[[int], None] | None = None, guests: Sequence[Guest] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Last boundary of every batch, [T, H], without gradients."""
+        """Last boundary of every batch, [T, H], without gradients.
+
+        Args:
+            guests: what each batch brings of its own, in the place of the attached adapter and the cache.
+        """
         with torch.no_grad():
             self.unhang_all()
-            items = [self.enter(b, None, cache) for b in batches]
+            caches = [cache] * len(batches) if guests is None else [guest.cache for guest in guests]
+            items = [self.enter(b, None, own) for b, own in zip(batches, caches, strict=True)]
             for i in range(len(self.skeleton.layers)):
                 self.weights.bind(i)
                 self.hang(i, grad=False)
-                for item in items:
-                    item.hidden, _ = self._run(item, i, item.hidden)
+                for at, item in enumerate(items):
+                    with nullcontext() if guests is None else guests[at].hung(i):
+                        item.hidden, _ = self._run(item, i, item.hidden)
                 self.unhang(i)
                 if on_layer is not None:
                     on_layer(i)

@@ -35,7 +35,7 @@ class StoreEncoder:
         """
         template = system = None
         if adapter is not None:
-            template, system = _own_template(adapter / "chat_template.jinja"), own_system(adapter)
+            template, system = own_template(adapter / "chat_template.jinja"), own_system(adapter)
         return cls(Encoder(load_tokenizer(folder), chat_template=template, system=system))
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -61,7 +61,8 @@ class StoreEncoder:
         return self._encoder.text.decode(list(ids))
 
 
-def _own_template(path: Path) -> str | None:
+def own_template(path: Path) -> str | None:
+    """The chat template in a file; None where there is no such file."""
     if not path.exists():
         return None
     try:

@@ -148,7 +148,7 @@ def encode_questions(
                 raise UserError(f"label {label!r} of tenant {tenant!r}: {what}", fix=_VOCABULARY_FIX)
         trie = LabelTrie(labels, answers)
         _check_context(config, rows, prompts, max(map(len, trie.paths)) - 1)
-        _check_thinking(encoder, prompts[0], mode)
+        check_thinking(encoder, prompts[0], mode)
         done.append((rows, prompts, trie))
     return Questions(tuple(done), time.monotonic() - start_s)
 
@@ -205,7 +205,7 @@ def evaluate(
             edges_NE = score_prompts(
                 engine, prompts, trie, batch_tokens=batch_tokens, walk_tokens=walk_tokens, on_rows=meter.advance
             )
-            predictions += _label_predictions(rows, trie, edges_NE, mode, length_normalise)
+            predictions += label_predictions(rows, trie, edges_NE, mode, length_normalise)
     return summarise(
         task, name, predictions, mode=mode, shots=shots, start_s=start_s, seed=seed, resamples=resamples,
         notes=[*notes, *_system_notes(task, encoder.system)],
@@ -261,22 +261,25 @@ def _check_context(config: Any, rows: Sequence[TaskRow], prompts: Sequence[Ids],
             )
 
 
-def _thinking_opened(encoder: PromptEncoder, prompt: Ids) -> bool:
+def thinking_opened(encoder: PromptEncoder, prompt: Ids) -> bool:
+    """Whether the prompt ends inside an opened `<think>`."""
     text = encoder.decode(prompt[-8:])
     return text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE)
 
 
-def _check_thinking(encoder: PromptEncoder, prompt: Ids, mode: str) -> None:
-    if _thinking_opened(encoder, prompt):
+def check_thinking(encoder: PromptEncoder, prompt: Ids, mode: str) -> None:
+    """Raises `UserError`: labels would be scored where the template lets reasoning begin."""
+    if thinking_opened(encoder, prompt):
         raise UserError(
             f"the chat template opens {THINK_OPEN} where the answer begins, so mode {mode!r} would score reasoning",
             fix="use --mode generate, or a chat template without reasoning",
         )
 
 
-def _label_predictions(
+def label_predictions(
     rows: Sequence[TaskRow], trie: LabelTrie, edges_NE: np.ndarray, mode: Mode, length_normalise: bool
 ) -> list[Prediction]:
+    """Labels of rows from the log-probabilities of the trie's edges after each row's prompt."""
     scores_NL = trie.likelihoods(edges_NE, length_normalise=length_normalise and mode == "likelihood")
     found = []
     for n, row in enumerate(rows):
@@ -328,7 +331,7 @@ def _generate(
                 ids.pop()
             read = parse_generation(
                 encoder.decode(ids), stopped=output.finish == "stop", parser=parser,
-                thinking_opened=_thinking_opened(encoder, prompt),
+                thinking_opened=thinking_opened(encoder, prompt),
             )  # fmt: skip
             found.append(
                 Prediction(row.tenant, row.id, row.document, row.label, read.label, read.status, output=read.answer,

@@ -64,7 +64,7 @@ def measure_systems(
         )
         for _, examples, using, _ in systems
     ]
-    notes = [() if own is None else _run_notes(own) for *_, own in systems]
+    notes = [() if own is None else run_notes(own) for *_, own in systems]
     for (name, _, _, own), told in zip(systems, notes, strict=True):
         for line in told:
             notice(f"warning: {name}: {line}")
@@ -85,7 +85,7 @@ def measure_systems(
     return [*results, *baselines], facts
 
 
-def _run_notes(adapter: Path) -> tuple[str, ...]:
+def run_notes(adapter: Path) -> tuple[str, ...]:
     """What the receipt beside an adapter says against it; nothing when there is none, or a good one."""
     path = adapter / "receipt.json"
     if not path.exists():

@@ -291,12 +291,8 @@ def read_task_rows(path: Path) -> list[TaskRow]:
     return rows
 
 
-def load_task(path: Path) -> Task:
-    """Read `task.toml` and its rows.
-
-    Raises:
-        UserError: file missing or broken (with line), unknown key, and all that `build_task` refuses.
-    """
+def read_task_config(path: Path) -> TaskConfig:
+    """Read `task.toml` alone. Raises `UserError`: file missing or broken (with line), unknown key, bad value."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -309,6 +305,16 @@ def load_task(path: Path) -> Task:
         if isinstance(tree.get(key), str):
             tree[key] = [tree[key]]
     config: TaskConfig = _validate(TaskConfig, tree, path)
+    return config
+
+
+def load_task(path: Path) -> Task:
+    """Read `task.toml` and its rows.
+
+    Raises:
+        UserError: file missing or broken (with line), unknown key, and all that `build_task` refuses.
+    """
+    config = read_task_config(path)
     sides: dict[str, list[TaskRow]] = {"train": [], "test": []}
     for side in sides:
         for file in getattr(config, side):

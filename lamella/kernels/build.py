@@ -30,6 +30,8 @@ X86_FLAGS = {
     "avx512.c": ("-mavx512f", "-mavx512bw", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
     "amx_attention.c": _AMX,
     "amx_experts.c": _AMX,
+    "lora_rows.c": (*_AVX512, "-mavx512bf16"),
+    "paged.c": (*_AVX512, "-mavx512bf16"),
     "rows.c": (*_AVX512, "-mavx512bf16"),
 }
 

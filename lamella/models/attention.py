@@ -16,11 +16,11 @@ Shape suffixes: T tokens, H heads, K kv heads, D head size, n sequences of a gro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,7 @@ class AttentionLayout:
 
     current: AttentionLayout | None = None
 
-    def __init__(self, batch: PackedBatch, cache: KVCache | None = None, multiple: int = 1) -> None:
+    def __init__(self, batch: PackedBatch, cache: Cache | None = None, multiple: int = 1) -> None:
         self.cache = cache
         self.calls = self.mixed = 0
         self.multiple = multiple
@@ -361,6 +361,39 @@ def _in_groups(
     return out.contiguous()  # families call `view` on it
 
 
+class Cache(Protocol):
+    """What earlier tokens left for later ones, as the batch at work sees it.
+
+    Attributes:
+        decoding: the batch has one new token for each row; else it has whole prompts.
+    """
+
+    decoding: bool
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep the coming tokens' keys and values, [1, K, T, D], of attention `layer_idx`."""
+        ...
+
+    def attend(
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks_H: Tensor | None, chunk: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One new token per row, [1, H, B, D] -> [1, B, H, D]."""
+        ...
+
+    def remember(self, mixer: int, tensors: Sequence[Tensor]) -> None:
+        """Keep the coming tokens' inputs [1, T, ...] of another mixer than attention."""
+        ...
+
+    def recall(self, mixer: int) -> tuple[list[Tensor], Tensor]:
+        """Its inputs of all rows, each [B, L, ...] with the last one again as padding; and the last one's place [B]."""
+        ...
+
+    def filled(self, x_BH: Tensor) -> Tensor:
+        """[T, H]: rows' outputs in the batch's tokens, zeros for filler."""
+        ...
+
+
 class KVCache:
     """Keys and values of `rows` sequences in every layer, written where each new token stands.
 
@@ -389,6 +422,22 @@ class KVCache:
             self.values[layer] = value.new_zeros(*shape, value.shape[3])
         self.keys[layer][self.row_T, self.position_T] = key[0].transpose(0, 1)
         self.values[layer][self.row_T, self.position_T] = value[0].transpose(0, 1)
+
+    def remember(self, mixer: int, tensors: Sequence[Tensor]) -> None:
+        """Inputs where they stand: one [rows, capacity, ...] for each argument."""
+        kept = self.inputs.setdefault(mixer, [])
+        if not kept:
+            kept += [x.new_zeros(self.rows, self.capacity, *x.shape[2:]) for x in tensors]
+        for history, x in zip(kept, tensors, strict=True):
+            history[self.row_T, self.position_T] = x[0]
+
+    def recall(self, mixer: int) -> tuple[list[Tensor], Tensor]:
+        length_L = torch.arange(int(self.position_T.max()) + 1, device=self.position_T.device)
+        token_BL = torch.minimum(length_L, self.position_T[:, None])
+        return [h[self.row_T[:, None], token_BL] for h in self.inputs[mixer]], self.position_T
+
+    def filled(self, x_BH: Tensor) -> Tensor:
+        return x_BH
 
     def attend(
         self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None,

@@ -11,6 +11,7 @@ I inputs, O outputs, r rank, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from lamella.models.divided import ExpertPart, nothing
 from lamella.models.linear import DropoutClock, LoraSite
 from lamella.models.packed import ExpertBytes, ExpertParameter
 from lamella.models.pieces import Cut
+from lamella.models.several import RowRuns, Several, lora_part
 
 NAME = "lamella"
 PAD_ROWS = 16
@@ -139,6 +141,44 @@ def _sites(module: nn.Module) -> dict[str, LoraSite]:
     return cast(dict[str, LoraSite], module.__dict__.get("lamella_lora", {}))
 
 
+def _several(module: nn.Module) -> dict[str, Several]:
+    return cast(dict[str, Several], module.__dict__.get("lamella_several", {}))
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Pairs of several adapters by parameter, and the adapter's number of each row."""
+
+    several: dict[str, Several]
+    adapter_S: list[int]
+
+    def runs(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Runs of one adapter among these rows, counted from the first: one expert's, whose tokens keep their order."""
+        found, at = [], first
+        for row in range(first + 1, last + 1):
+            if row == last or self.adapter_S[row] != self.adapter_S[at]:
+                found.append((at - first, row - first, self.adapter_S[at]))
+                at = row
+        return found
+
+
+def _shared(module: nn.Module, name: str, x_SI: Tensor, bounds: list[tuple[int, int, int]], shares: _Shares) -> Tensor:
+    """As `_GroupedLinear` without gradients, every row with its own adapter's pair."""
+    weight = _weight(module, name, x_SI.dtype)
+    transposed = bool(module.is_transposed)
+    pairs = shares.several.get(name, ())
+    y_SO = x_SI.new_empty(x_SI.shape[0], weight.shape[2] if transposed else weight.shape[1])
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    for e, first, last in bounds:
+        y, w = y_SO[first:last], weight[e]
+        if pairs:
+            lora_part(x_SI[first:last], pairs, y, shares.runs(first, last), expert=e)
+        y.addmm_(x_SI[first:last], w if transposed else w.T, beta=int(bool(pairs)))
+        if bias is not None:
+            y += bias[e]
+    return y_SO
+
+
 def _grouped(
     module: nn.Module,
     sites: dict[str, LoraSite],
@@ -146,7 +186,10 @@ def _grouped(
     x_SI: Tensor,
     bounds: list[tuple[int, int, int]],
     pairs_S2: Tensor,
+    shares: _Shares | None = None,
 ) -> Tensor:
+    if shares is not None:
+        return _shared(module, name, x_SI, bounds, shares)
     site = sites.get(name)
     if site is None:
         return _GroupedLinear.apply(x_SI, None, None, module, name, bounds, 1.0, None)
@@ -185,6 +228,9 @@ def _experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, part: ExpertPart | None
 ) -> Tensor:
     """[T, H]: the sum over each token's experts, those of this rank's `part` where there is one."""
+    if several := _several(module):
+        runs = RowRuns.here(hidden_states.shape[0])
+        return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, {}, adapters=(several, runs))
     if part is None and kernels.by_triton(hidden_states.device):
         from lamella.models import experts_cuda
 
@@ -198,11 +244,12 @@ def _experts(
 
 def expert_by_expert(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sites: dict[str, LoraSite],
-    held: Cut | None = None,
+    held: Cut | None = None, adapters: tuple[dict[str, Several], RowRuns] | None = None,
 ) -> Tensor:  # fmt: skip
     """The general way, one matmul per expert and projection: any activation, bias, transposed weights, LoRA dropout.
 
     `held`: the experts whose weights are here, numbered from the first of them; choices of others (not all) add nothing.
+    `adapters`: in inference, pairs of several adapters and whose each token is, in the place of `sites`.
     """
     before_held = 0 if held is None else held.first
     experts = int(module.num_experts) if held is None else held.last - held.first  # type: ignore[arg-type]
@@ -237,13 +284,16 @@ def expert_by_expert(
     slot_TK = slot_TK.view(tokens, per_token)
     if held is not None:  # choices without a row of ours weigh nothing, wherever they look
         top_k_weights = top_k_weights.masked_fill(slot_TK < 0, 0)
+    shares = None
+    if adapters is not None:
+        shares = _Shares(adapters[0], adapters[1].adapter_N[pairs_S2[:, 0].cpu()].tolist())
     x_SH = _Spread.apply(hidden_states, pairs_S2[:, 0], slot_TK, held is not None)
     if module.has_gate:
-        up_SO = _grouped(module, sites, "gate_up_proj", x_SH, bounds, pairs_S2)
+        up_SO = _grouped(module, sites, "gate_up_proj", x_SH, bounds, pairs_S2, shares)
         inner_SI = module._apply_gate(up_SO)  # type: ignore[operator]
     else:
-        inner_SI = module.act_fn(_grouped(module, sites, "up_proj", x_SH, bounds, pairs_S2))  # type: ignore[operator]
-    y_SH = _grouped(module, sites, "down_proj", inner_SI, bounds, pairs_S2)
+        inner_SI = module.act_fn(_grouped(module, sites, "up_proj", x_SH, bounds, pairs_S2, shares))  # type: ignore[operator]
+    y_SH = _grouped(module, sites, "down_proj", inner_SI, bounds, pairs_S2, shares)
     return _Combine.apply(y_SH, top_k_weights, slot_TK, held is not None)
 
 

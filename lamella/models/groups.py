@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lamella.models.linear import DropoutClock, FrozenLinear
 from lamella.models.pieces import Cut
+from lamella.models.several import RowRuns, lora_part
 
 BLOCK_RANK = 64
 """Up to this rank sum the B matrices are multiplied as one block matrix; beyond, its zeros would cost more than calls."""
@@ -114,6 +115,8 @@ class LinearGroup:
     def forward(self, x_NI: Tensor, leaves: Sequence[Tensor], keys_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Outputs [N, O], and x A^T [N, R] where there is LoRA. `keys_N`: of dropout, or None."""
         sites = self.sites(leaves)
+        if not sites and any(m.several is not None for m in self.linears):
+            return self._each_its_own(x_NI), None
         if not sites:
             return self._frozen(x_NI), None
         if keys_N is None:
@@ -129,6 +132,17 @@ class LinearGroup:
             for s in sites:
                 y_NO[:, s.outputs].addmm_(xa_NR[:, s.ranks], s.b.T, beta=0, alpha=s.scale)
         return self._add_frozen(y_NO, x_NI), xa_NR
+
+    def _each_its_own(self, x_NI: Tensor) -> Tensor:
+        """Outputs with the pairs of several adapters, each on its rows (inference)."""
+        runs = RowRuns.here(x_NI.shape[0]).runs
+        y_NO = x_NI.new_empty(x_NI.shape[0], self.outputs)
+        for m, outputs in zip(self.linears, self.slices, strict=True):
+            if m.several is None:
+                y_NO[:, outputs].zero_()
+            else:
+                lora_part(x_NI, m.several, y_NO[:, outputs], runs)
+        return self._add_frozen(y_NO, x_NI)
 
     def _add_frozen(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
         """y + the frozen layers' outputs, in place; with the bits of `_frozen` where y is zero."""

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lamella import kernels
 from lamella.models.pieces import Cut
+from lamella.models.several import RowRuns, Several, lora_part
 
 
 @dataclass
@@ -165,10 +166,13 @@ class FrozenLinear(nn.Linear):
 
     `bypassed`: the family uses the weight and never calls the layer, so a LoRA pair would do nothing.
 
+    `several`: in inference, the pairs of several adapters, each on its rows (`several.RowRuns`).
+
     `in_features` and `out_features` are the model's; the bound weight, bias and LoRA pair may be a rank's part of them.
     """
 
     lora: LoraSite | None = None
+    several: Several | None = None
     bypassed = False
 
     @property
@@ -190,11 +194,21 @@ class FrozenLinear(nn.Linear):
             if keep is not None and site.inputs is not None:
                 keep = site.inputs.of(keep)
             y_NO = _LoraLinear.apply(x_NI, site.a, site.b, self, keep)
+        elif self.several is not None:
+            y_NO = self._each_its_own(x_NI, self.several)
         elif torch.is_grad_enabled() and x_NI.requires_grad:
             y_NO = _PlainLinear.apply(x_NI, self)
         else:
             y_NO = F.linear(x_NI, self.matrix, self.bias)
         return y_NO.view(*input.shape[:-1], y_NO.shape[-1])
+
+    def _each_its_own(self, x_NI: Tensor, several: Several) -> Tensor:
+        w_OI = self.matrix
+        y_NO = x_NI.new_empty(x_NI.shape[0], w_OI.shape[0])
+        lora_part(x_NI, several, y_NO, RowRuns.here(x_NI.shape[0]).runs)  # first: see `_LoraLinear`
+        if self.bias is not None:
+            y_NO += self.bias
+        return y_NO.addmm_(x_NI, w_OI.T)
 
 
 class FrozenConv1D(FrozenLinear):

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lamella.models.attention import AttentionLayout, AttentionRefused, KVCache
+from lamella.models.attention import AttentionLayout, AttentionRefused, Cache
 from lamella.models.fused import Fused
 from lamella.models.linear import DropoutClock, FrozenLinear
 from lamella.models.padded import join, split
+from lamella.models.several import RowRuns
 
 _CACHES = {"cache", "cache_params", "past_key_values", "past_key_value", "layer_past"}
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -127,9 +128,9 @@ class Mixer(Fused):
         layout.mixed += 1
         given = _Arguments(self.__dict__["own"], args, kwargs, layout.batch.tokens)
         if layout.cache is not None:
-            histories = self._remember(layout.cache, given)
+            layout.cache.remember(id(self), given.tensors)
             if layout.cache.decoding:
-                return self._next(layout.cache, given, histories)
+                return self._next(layout.cache, given)
         laid_out = [split(x, layout.rows) for x in given.tensors]
         outs, is_tuple, more = [], False, 0
         for at, group in enumerate(layout.rows.groups):
@@ -145,7 +146,7 @@ class Mixer(Fused):
         args, kwargs = given.with_tensors(tensors)
         calls = layout.calls
         before = [(m, k, v) for m in own.modules() for k, v in vars(m).items() if v is None or isinstance(v, Tensor)]
-        with _dropout_of(index), weights_by_name(own):
+        with _dropout_of(index), RowRuns.picked(index), weights_by_name(own):
             out = own(*args, **kwargs)
         for module, name, value in before:  # a state that it left on itself would keep this call's graph
             if vars(module).get(name) is not value:
@@ -161,21 +162,13 @@ class Mixer(Fused):
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def _remember(self, cache: KVCache, given: _Arguments) -> list[Tensor]:
-        """Keep the coming tokens' inputs where they stand: one [rows, capacity, ...] for each argument."""
-        kept = cache.inputs.setdefault(id(self), [])
-        if not kept:
-            kept += [x.new_zeros(cache.rows, cache.capacity, *x.shape[2:]) for x in given.tensors]
-        for history, x in zip(kept, given.tensors, strict=True):
-            history[cache.row_T, cache.position_T] = x[0]
-        return kept
-
-    def _next(self, cache: KVCache, given: _Arguments, histories: Sequence[Tensor]) -> Any:
+    def _next(self, cache: Cache, given: _Arguments) -> Any:
         """One new token for each row, [1, B, H]: all rows again up to it."""
-        length_L = torch.arange(int(cache.position_T.max()) + 1, device=cache.position_T.device)
-        token_BL = torch.minimum(length_L, cache.position_T[:, None])
-        out, is_tuple, more = self._call(given, [h[cache.row_T[:, None], token_BL] for h in histories], None)
-        found = out[torch.arange(out.shape[0], device=out.device), cache.position_T][None]
+        histories, last_B = cache.recall(id(self))
+        rows, length = histories[0].shape[:2]
+        row_BL = torch.arange(rows)[:, None].expand(rows, length)
+        out, is_tuple, more = self._call(given, histories, row_BL)
+        found = cache.filled(out[torch.arange(rows, device=out.device), last_B])[None]
         return (found, *[None] * more) if is_tuple else found
 
 
