@@ -22,6 +22,7 @@ from lamella.adapter.places import Names, places_of
 from lamella.adapter.read import AdapterFile, check_allowed
 from lamella.engine.engine import Engine
 from lamella.errors import UserError
+from lamella.kernels.lora_rows import MOST_ROWS
 from lamella.models.attention import Cache
 from lamella.models.layout import PackedBatch, pack_rows
 from lamella.models.linear import LoraSite
@@ -126,6 +127,7 @@ class _Guest:
             numbers.append(BASE if adapter is None else next(n for n, a in enumerate(self._adapters) if a is adapter))
         lengths = torch.tensor(batch.lengths)
         numbers += numbers[-1:] * (len(lengths) - len(numbers))  # filler goes with the last: no run more
+        self._few = batch.tokens <= MOST_ROWS
         self.runs = RowRuns(torch.repeat_interleave(torch.tensor(numbers), lengths))
 
     @contextmanager
@@ -138,7 +140,10 @@ class _Guest:
             if alone is not None:
                 for hanger in self._adapters[alone].layers.get(layer, ()):
                     used.append(hanger)
-                    hanger.hang()
+                    if self._few and hanger.parameter is None:  # by the kernel for a few rows
+                        hanger.hang_among([None] * alone + [hanger.pair])
+                    else:
+                        hanger.hang()
             else:
                 by_weight: dict[tuple[int, str | None], list[LoraSite | None]] = {}
                 for number, adapter in enumerate(self._adapters):
@@ -237,17 +242,28 @@ class Serving:
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """fp32 [B, V] on the CPU of as many rows of the last boundary."""
-        walk, rows = self.engine.walk, hidden_BH.shape[0]
-        if self.few_shapes and filled_up(rows) > rows:
-            hidden_BH = torch.cat([hidden_BH, hidden_BH.new_zeros(filled_up(rows) - rows, hidden_BH.shape[1])])
-        with torch.no_grad():
-            found = [self.engine.skeleton.head(hidden_BH[a:b]).float() for a, b in walk.head_chunks(hidden_BH.shape[0])]
-        return torch.cat(found)[:rows].cpu()
+        chunks = self.engine.walk.head_chunks(hidden_BH.shape[0])
+        return torch.cat([self._head(hidden_BH[a:b]).cpu() for a, b in chunks])
 
     def scores(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
-        """fp32 [N] on the CPU: log-probability of each scored pair of a share without a cache."""
-        walk = self.engine.walk
-        return walk.log_probabilities(hidden_TH, batch.to(walk.weights.device)).cpu()
+        """fp32 [N] on the CPU: log-probability of each scored pair of a share without a cache, as `Engine.score` gives."""
+        position_U, of_N = torch.unique(batch.score_positions, return_inverse=True)
+        out_N = torch.empty(batch.score_tokens.numel(), dtype=torch.float32)
+        for a, b in self.engine.walk.head_chunks(position_U.numel()):
+            logp_UV = torch.log_softmax(self._head(hidden_TH[position_U[a:b].to(hidden_TH.device)]), dim=-1)
+            mine = ((of_N >= a) & (of_N < b)).nonzero().flatten()
+            at, token = ((x[mine]).to(logp_UV.device) for x in (of_N - a, batch.score_tokens))
+            out_N[mine] = logp_UV[at, token].cpu()
+        return out_N
+
+    def _head(self, hidden_BH: Tensor) -> Tensor:
+        """fp32 [B, V], filled up for the matmul."""
+        rows = hidden_BH.shape[0]
+        extra = filled_up(rows) - rows if self.few_shapes else 0
+        if extra:
+            hidden_BH = torch.cat([hidden_BH, hidden_BH.new_zeros(extra, hidden_BH.shape[1])])
+        with torch.no_grad():
+            return self.engine.skeleton.head(hidden_BH)[:rows].float()
 
     def effect(self, adapter: Resident) -> float:
         """Largest |logits(adapter) - logits(base)| on one prompt, both in one batch.

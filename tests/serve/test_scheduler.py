@@ -134,7 +134,7 @@ def test_answers_and_scores_in_a_crowd_are_those_of_each_request_alone(kind, wor
     for (name, ids, limit), got in zip(asked, found, strict=False):
         assert got == world.greedy(name, ids, limit)
     for (name, prompts), got in zip(scored, found[len(asked) :], strict=False):
-        assert np.abs(got - world.scores(name, prompts)).max() < 2e-5
+        assert np.abs(got - world.scores(name, prompts)).max() < 1e-4  # of values near 8: fp32 rounding
     assert (stats.running, stats.waiting, stats.kv_tokens_used, stats.scored) == (0, 0, 0, len(scored))
     assert max(stats.batches_by_rows) == 5
     assert stats.tokens_out["t1"] >= sum(len(got[0]) for (n, *_), got in zip(asked, found, strict=False) if n == "t1")
