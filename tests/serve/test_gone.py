@@ -56,6 +56,7 @@ def test_what_nobody_waits_for_is_cancelled(texts, tokenizer, path, body, when):
     asyncio.run(ask(found.app, path, body, after))
     assert backend.running == 0
     assert len(backend.cancelled) == rows
+    assert len(backend.seen) == rows  # nothing more is begun
     assert found.registry.models["left"].leases == 0
     assert found.service.limiter._uses[""].running == 0
     assert found.client.get("/health").status_code == 200
