@@ -14,6 +14,7 @@ from lamella.engine.serving import Serving, Share, read_resident
 from lamella.errors import UserError
 from lamella.eval.scoring import plan_batches, score_prompts
 from lamella.eval.trie import LabelTrie
+from lamella.kernels import lora_rows, paged
 from lamella.models.layout import pack_rows
 from lamella.models.paged import BLOCK, PagedCache
 from tests.engine import families as every
@@ -73,8 +74,16 @@ class Rows:
         return tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_several_adapters_that_come_and_go_are_each_what_they_are_alone(kind, made, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "plain"), [(kind, False) for kind in KINDS] + [(kind, True) for kind in ("qwen3_moe", "gpt_oss", "gemma2-softcap", "llama4")]
+)  # fmt: skip
+def test_rows_of_several_adapters_that_come_and_go_are_each_what_they_are_alone(
+    kind, plain, made, tmp_path, monkeypatch
+):
+    """`plain`: without the C kernels, as on other machines and devices."""
+    if plain:
+        monkeypatch.setattr(paged, "takes", lambda *_: False)
+        monkeypatch.setattr(lora_rows, "takes", lambda *_: False)
     store, _ = made(KINDS[kind]())
     engine = Engine.open(store, dtype="fp32")
     folders = save_adapters(engine, tmp_path)
