@@ -304,6 +304,33 @@ class Difference:
     """Share of resamples in which the second system's average is no better."""
 
 
+def paired_draws(
+    before: Sequence[Prediction],
+    after: Sequence[Prediction],
+    labels: dict[str, tuple[str, ...]],
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> tuple[dict[str, float], dict[str, Floats]]:
+    """Macro-F1 of the second system less the first's by tenant: as measured, and in each resample [B] of the documents.
+
+    Args:
+        before, after: predictions of two systems for the same rows, in any order.
+    """
+    pairs = [{(r.tenant, r.id): (r.document, r.gold) for r in rows} for rows in (before, after)]
+    assert pairs[0] == pairs[1], "paired systems must answer the same rows"
+    differences, draws = {}, {}
+    first, second = _by_tenant(before), _by_tenant(after)
+    for tenant, part in first.items():
+        values, replicates = [], []
+        for rows in (part, second[tenant]):
+            values.append(macro_f1(*(c.sum(0) for c in document_counts(rows, labels[tenant]))))
+            replicates.append(figure_replicates(rows, labels[tenant], tenant, resamples, seed)["macro_f1"])
+        draws[tenant] = replicates[1] - replicates[0]
+        differences[tenant] = float(values[1] - values[0])
+    return differences, draws
+
+
 def paired_difference(
     before: Sequence[Prediction],
     after: Sequence[Prediction],
@@ -317,17 +344,8 @@ def paired_difference(
     Args:
         before, after: predictions of two systems for the same rows, in any order.
     """
-    pairs = [{(r.tenant, r.id): (r.document, r.gold) for r in rows} for rows in (before, after)]
-    assert pairs[0] == pairs[1], "paired systems must answer the same rows"
-    tenants, draws = {}, []
-    first, second = _by_tenant(before), _by_tenant(after)
-    for tenant, part in first.items():
-        values, replicates = [], []
-        for rows in (part, second[tenant]):
-            values.append(macro_f1(*(c.sum(0) for c in document_counts(rows, labels[tenant]))))
-            replicates.append(figure_replicates(rows, labels[tenant], tenant, resamples, seed)["macro_f1"])
-        draws.append(replicates[1] - replicates[0])
-        tenants[tenant] = interval(float(values[1] - values[0]), draws[-1])
-    mean_B = np.mean(draws, axis=0)
-    average = interval(float(np.mean([t.value for t in tenants.values()])), mean_B)
+    values, draws = paired_draws(before, after, labels, resamples=resamples, seed=seed)
+    mean_B = np.mean(list(draws.values()), axis=0)
+    tenants = {tenant: interval(value, draws[tenant]) for tenant, value in values.items()}
+    average = interval(float(np.mean(list(values.values()))), mean_B)
     return Difference(tenants, average, float((mean_B <= 0).mean()))
