@@ -109,13 +109,12 @@ def _run(serve_file: Path, config: Any, dry_run: bool, as_json: bool) -> None:
     from lamella.serve.scheduler import open_backend
     from lamella.serve.server import Adapters, address, listen, run_server
     from lamella.serve.service import Service
-    from lamella.store.manifest import read_manifest
 
     keys = None if config.keys is None else KeyStore(config.keys)
     bound = listen(config.host, config.port)
     backend = open_backend(config)
     try:
-        registry = Registry(config.store, backend, config.base, read_manifest(config.store).source_fingerprint)
+        registry = Registry(config.store, backend, config.base)
         adapters = Adapters(serve_file, config, registry)
         adapters.load()
 

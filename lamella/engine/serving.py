@@ -275,6 +275,19 @@ class Serving:
         with torch.no_grad():
             return self.engine.skeleton.head(hidden_BH)[:rows].float()
 
+    def likeliest(self, hidden_TH: Tensor, batch: PackedBatch, top: int) -> list[tuple[tuple[int, float], ...]]:
+        """Of each scored pair's place: the `top` likeliest tokens with their log-probabilities, likeliest first."""
+        position_U, of_N = torch.unique(batch.score_positions, return_inverse=True)
+        found: list[tuple[tuple[int, float], ...]] = []
+        for a, b in self.engine.walk.head_chunks(position_U.numel()):
+            logp_UV = torch.log_softmax(self._head(hidden_TH[position_U[a:b].to(hidden_TH.device)]), dim=-1)
+            best = logp_UV.topk(min(top, logp_UV.shape[1]))
+            found += [
+                tuple(zip(ids, values, strict=True))
+                for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+        return [found[n] for n in of_N.tolist()]
+
     def effect(self, adapter: Resident) -> float:
         """Largest |logits(adapter) - logits(base)| on one prompt, both in one batch.
 

@@ -225,6 +225,14 @@ def plain_logprobs(tokens: Sequence[Token], decode: Callable[[Sequence[int]], st
     return {
         "tokens": texts,
         "token_logprobs": [logp(t.logprob) for t in tokens],
-        "top_logprobs": [{decode([i]): logp(value) for i, value in t.top} for t in tokens],
+        "top_logprobs": [_by_text(t, text, decode) for t, text in zip(tokens, texts, strict=True)],
         "text_offset": offsets,
     }
+
+
+def _by_text(token: Token, text: str, decode: Callable[[Sequence[int]], str]) -> dict[str, float | None] | None:
+    """The likeliest tokens and the token itself; of those that read alike, the likelier. Nothing before the first token."""
+    if token.logprob is None:
+        return None
+    found = {decode([i]): logp(value) for i, value in reversed(token.top)}
+    return {text: logp(token.logprob), **found} if found else {}

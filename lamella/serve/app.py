@@ -250,7 +250,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        """What follows a text or token ids; with `echo` and `logprobs`: 0, log p of the prompt's own tokens."""
+        """What follows a text or token ids; with `echo` and `logprobs`, log p of the prompt's own tokens."""
         job = await completion_job(service, Visit.of(request), body)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

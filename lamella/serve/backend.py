@@ -229,6 +229,13 @@ class Backend(Protocol):
         """
         ...
 
+    async def score_likeliest(
+        self, request: ScoreRequest, top: int
+    ) -> tuple[NDArray[np.float64], list[list[tuple[tuple[int, float], ...]]]]:
+        """As `score`; and [N][E] the `top` likeliest tokens in each edge's place with their log-probabilities, likeliest
+        first."""
+        ...
+
     def stats(self) -> Stats: ...
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,7 +39,9 @@ class Job:
     Attributes:
         reader: makes the text reader of the answer of an index.
         prompts: of each answer; equal ones follow one another, `n` of each.
-        before: text and tokens that `echo` shows before each answer.
+        echo: texts of the prompts, shown before each answer; empty: not asked for.
+        top: likeliest tokens wanted in the place of each token.
+        scored: of each prompt its tokens with their log-probabilities; `collect` asks for them.
     """
 
     id: str
@@ -49,7 +51,9 @@ class Job:
     n: int
     logprobs: bool
     created: int = field(default_factory=lambda: int(time.time()))
-    before: list[tuple[str, list[Token]]] = field(default_factory=list)
+    echo: list[str] = field(default_factory=list)
+    top: int = 0
+    scored: list[list[Token]] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
@@ -130,11 +134,6 @@ async def completion_job(service: Service, visit: Visit, asked: CompletionReques
     most = service.config.limits.max_documents
     if not 1 <= len(given) <= most:
         raise ApiError(400, f"{len(given)} prompts: give 1 to {most}", param="prompt")
-    if asked.echo and asked.logprobs:
-        raise ApiError(
-            400, "`echo` with `logprobs` above 0: of a prompt's tokens only their own log-probabilities are known; ask for "
-            "logprobs: 0", param="logprobs",
-        )  # fmt: skip
     prompts = await service.encode(
         lambda: [model.text_ids(p) if isinstance(p, str) else tuple(p) for p in given], "prompt"
     )
@@ -149,10 +148,8 @@ async def completion_job(service: Service, visit: Visit, asked: CompletionReques
     job = Job(request_id, model, requests, lambda _: AnswerText(model.decode, asked.stops, thinking=False), n,
               asked.logprobs is not None)  # fmt: skip
     if asked.echo:
-        texts = [p if isinstance(p, str) else model.decode(p) for p in given]
-        for text, prompt in zip(texts, prompts, strict=True):
-            scored = await _prompt_logprobs(service, visit, job, prompt) if job.logprobs else []
-            job.before += [(text, scored)] * n
+        job.echo = [p if isinstance(p, str) else model.decode(p) for p in given]
+        job.top = asked.logprobs or 0
     return job
 
 
@@ -164,14 +161,18 @@ async def _prompt_logprobs(service: Service, visit: Visit, job: Job, prompt: Ids
     """Each token of a prompt with its log-probability after those before it; the first has none."""
     if len(prompt) == 1:
         return [Token(prompt[0])]
-    path = job.model.token_path(prompt[1:])
+    asked = ScoreRequest(f"{job.id}-p", job.model.adapter, (prompt[:1],), job.model.token_path(prompt[1:]))
     try:
-        values_NE = await within(
-            visit, service.backend.score(ScoreRequest(f"{job.id}-p", job.model.adapter, (prompt[:1],), path))
-        )
+        if job.top:
+            values_NE, likeliest = await within(visit, service.backend.score_likeliest(asked, job.top))
+            tops = likeliest[0]
+        else:
+            values_NE = await within(visit, service.backend.score(asked))
+            tops = [()] * (len(prompt) - 1)
     except ENGINE_ERRORS as error:
         raise refusal(error, job.model.name) from error
-    return [Token(prompt[0]), *(Token(i, float(v)) for i, v in zip(prompt[1:], values_NE[0], strict=True))]
+    scored = zip(prompt[1:], values_NE[0], tops, strict=True)
+    return [Token(prompt[0]), *(Token(token, float(value), most) for token, value, most in scored)]
 
 
 async def within(visit: Visit, work: Awaitable[T]) -> T:
@@ -200,9 +201,22 @@ async def run(service: Service, visit: Visit, job: Job) -> AsyncGenerator[Step, 
         raise refusal(error, job.model.name) from error
 
 
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def collect(service: Service, visit: Visit, job: Job) -> list[Answer]:
     """All answers, complete. Raises as `run`."""
     answers = [Answer() for _ in job.requests]
+    if job.echo and job.logprobs:
+        job.scored = await _all([_prompt_logprobs(service, visit, job, r.prompt) for r in job.requests[:: job.n]])
     if job.requests[0].max_new_tokens == 0:  # `echo` alone
         service.count(visit, "prompt", job.prompt_tokens)
         return [Answer(finish="length") for _ in job.requests]
@@ -228,7 +242,8 @@ def chat_answer(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
 def completion_answer(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
     choices = []
     for index, answer in enumerate(answers):
-        text, tokens = job.before[index] if job.before else ("", [])
+        text = job.echo[index // job.n] if job.echo else ""
+        tokens = job.scored[index // job.n] if job.scored else []
         logprobs = plain_logprobs([*tokens, *answer.tokens], job.model.decode) if job.logprobs else None
         choices.append(
             {"index": index, "text": text + answer.content, "logprobs": logprobs, "finish_reason": answer.finish}

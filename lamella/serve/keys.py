@@ -216,8 +216,9 @@ def revoke_key(path: Path, which: str) -> KeyRecord:
     """Make a key, by its id or name, count no more; a running server sees it with the next request.
 
     Raises:
-        UserError: no living key of this id or name.
+        UserError: no such file, no living key of this id or name.
     """
+    read_keys(path)
     with _alone(path) as file:
         found = next((k for k in file.keys if which in (k.id, k.name) and k.revoked is None), None)
         if found is None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lamella.adapter.peft_format import read_facts
 from lamella.data.encode import Encoder, load_tokenizer
 from lamella.errors import UserError
 from lamella.eval.encoder import StoreEncoder, own_system, own_template
@@ -93,11 +92,9 @@ class Registry:
     Args:
         store: the layer store, for its tokenizer and template.
         base: model name of the store without an adapter.
-        fingerprint: of the weights that the store was made from; adapters that name another one are refused.
     """
 
-    def __init__(self, store: Path, backend: Backend, base: str = "base", fingerprint: str | None = None) -> None:
-        self._fingerprint = fingerprint
+    def __init__(self, store: Path, backend: Backend, base: str = "base") -> None:
         self._store = store
         self._backend = backend
         self._changing = threading.Lock()
@@ -138,7 +135,6 @@ class Registry:
                 raise UserError(f"{name!r} is served already", fix='remove it first, or say "replace": true')
             if not os.path.isdir(path):  # False also for names that no file system takes
                 raise UserError("no such adapter folder", fix="give a run's or adapter's folder", path=path)
-            self._check_base(path)
             encoder = self._encoder(own_template(path / "chat_template.jinja"), own_system(path))
             found = None if task is None else task_of(task, tenant, name)
             if found is None and tenant is not None:
@@ -153,14 +149,6 @@ class Registry:
                 self._retire(old)
         self._forget_encoders()
         return made
-
-    def _check_base(self, adapter: Path) -> None:
-        trained_on = read_facts(adapter).get("base_fingerprint")
-        if None not in (trained_on, self._fingerprint) and trained_on != self._fingerprint:
-            raise UserError(
-                f"the adapter was trained on a base with fingerprint {trained_on}, the store's is {self._fingerprint}",
-                fix="serve it with the store it was trained on", path=adapter,
-            )  # fmt: skip
 
     def remove(self, name: str) -> int:
         """Serve a name no more; requests in flight keep it, and their number is returned.

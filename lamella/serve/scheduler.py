@@ -41,7 +41,7 @@ from lamella.serve.backend import (
 )
 from lamella.serve.queues import Full, Lanes
 from lamella.serve.sampling import Chooser
-from lamella.serve.work import Answer, Job, Pass, Prompt, ScoreGroups, Scoring, run_pass
+from lamella.serve.work import Answer, Job, Likeliest, Pass, Prompt, ScoreGroups, Scoring, run_pass
 from lamella.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -156,25 +156,33 @@ class EngineBackend:
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float64]:
         """See `Backend.score`."""
+        return (await self._score(request, 0))[0]
+
+    async def score_likeliest(self, request: ScoreRequest, top: int) -> tuple[NDArray[np.float64], list[Likeliest]]:
+        """See `Backend.score_likeliest`."""
+        return await self._score(request, top)
+
+    async def _score(self, request: ScoreRequest, top: int) -> tuple[NDArray[np.float64], list[Likeliest]]:
         deepest = max(map(len, request.trie.paths))
         for prompt in request.prompts:
             self._check_prompt(prompt)
             self._check_context(len(prompt) + deepest - 1)
         edges_NE = np.full((len(request.prompts), request.trie.num_edges), np.nan)
         if not request.prompts:
-            return edges_NE
+            return edges_NE, []
         results: asyncio.Queue[Any] = asyncio.Queue()
         tell = _teller(asyncio.get_running_loop(), results.put_nowait)
         with self._wake:
             job = Scoring(
-                request.adapter, self._resident(request.adapter), tell, request, edges_NE, len(request.prompts)
-            )
+                request.adapter, self._resident(request.adapter), tell, request, edges_NE, len(request.prompts),
+                top=top, likeliest=[[] for _ in request.prompts],
+            )  # fmt: skip
             self._put(("scores", request.adapter), job)
         try:
             result = await results.get()
             if isinstance(result, BaseException):
                 raise result
-            return edges_NE
+            return edges_NE, job.likeliest
         finally:
             self._cancel(job)
 

@@ -23,6 +23,9 @@ from lamella.models.paged import CacheRow, PagedCache
 from lamella.serve.backend import Finished, GenerateRequest, Ids, ScoreRequest, Token
 from lamella.serve.sampling import Chooser
 
+Likeliest = list[tuple[tuple[int, float], ...]]
+"""At each edge of a trie: tokens and their log-probabilities, likeliest first."""
+
 
 @dataclass(eq=False)
 class Job:
@@ -68,12 +71,15 @@ class Answer(Job):
 
 @dataclass(eq=False)
 class Scoring(Job):
-    """Attributes: taken: prompts that a pass has been asked for; left: prompts without a result."""
+    """Attributes: taken: prompts that a pass has been asked for; left: prompts without a result; top: so many likeliest
+    tokens are wanted at each edge; likeliest: [N][E] of them, when it is done."""
 
     request: ScoreRequest
     edges_NE: np.ndarray
     left: int
     taken: int = 0
+    top: int = 0
+    likeliest: list[Likeliest] = field(default_factory=list)
 
 
 @dataclass
@@ -153,6 +159,19 @@ class _Planned:
                 prompt.job.edges_NE[prompt.index] = row
                 prompt.job.left -= 1
 
+    @property
+    def top(self) -> int:
+        """Likeliest tokens wanted at each edge."""
+        return max(prompt.job.top for prompts in self.asked for prompt in prompts)
+
+    def fill_likeliest(self, found: Likeliest) -> None:
+        edges = self.trie.num_edges
+        for n, prompts in enumerate(self.asked):
+            for prompt in prompts:
+                if prompt.job.top:
+                    here = found[n * edges : (n + 1) * edges]
+                    prompt.job.likeliest[prompt.index] = [tokens[: prompt.job.top] for tokens in here]
+
 
 @dataclass
 class Pass:
@@ -198,6 +217,8 @@ def run_pass(serving: Serving, cache: PagedCache, work: Pass) -> list[Chosen]:
     planned = work.scores.planned()
     hidden = serving.walk([*shares, *(p.share for p in planned)])
     for p, hidden_TH in zip(planned, hidden[len(shares) :], strict=True):
+        if p.top:
+            p.fill_likeliest(serving.likeliest(hidden_TH, p.share.batch, p.top))
         p.fill(serving.scores(hidden_TH, p.share.batch))
     last = hidden[:1] if running else []
     for group, hidden_TH in zip(groups, hidden[len(last) : len(shares)], strict=True):

@@ -122,6 +122,10 @@ class FakeBackend:
         finally:
             self.running -= 1
 
+    async def score_likeliest(self, request, top):
+        edges = [[tuple((k, -0.25 - k) for k in range(top))] * request.trie.num_edges for _ in request.prompts]
+        return await self.score(request), edges
+
     def stats(self):
         return Stats(self.running, 0, 10_000, 0, {None: 1}, {None: 1}, {1: 3, 2: 5}, {"stop": 1}, 1, 3, 0.5)
 

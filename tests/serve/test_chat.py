@@ -142,6 +142,14 @@ def test_prompts_are_scored(served):
     assert choice["logprobs"]["token_logprobs"] == wanted
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert choice["logprobs"]["text_offset"][0] == 0
+    assert choice["logprobs"]["top_logprobs"] == [None, {}, {}]
+    several = served.client.post("/v1/completions", json={**body, "prompt": [[5, 6, 7], [9]], "n": 2}).json()["choices"]
+    assert [c["logprobs"]["token_logprobs"] for c in several] == [wanted, wanted, [None], [None]]
+    most = served.client.post("/v1/completions", json={**body, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    assert most["token_logprobs"] == wanted
+    for own, text, top in zip(wanted[1:], most["tokens"][1:], most["top_logprobs"][1:], strict=True):
+        assert max(top.values()) == -0.25
+        assert top[text] == own
     more = served.client.post("/v1/completions", json={**body, "max_tokens": 2}).json()["choices"][0]
     assert more["logprobs"]["token_logprobs"] == [*wanted, -0.5, -1.5]
     assert more["text"].startswith(choice["text"])

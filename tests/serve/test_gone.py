@@ -56,6 +56,7 @@ def test_what_nobody_waits_for_is_cancelled(texts, tokenizer, path, body, when):
     asyncio.run(ask(found.app, path, body, after))
     assert backend.running == 0
     assert len(backend.cancelled) == rows
+    assert len(backend.seen) == rows  # nothing more is begun
     assert found.registry.models["left"].leases == 0
     assert found.service.limiter._uses[""].running == 0
     assert found.client.get("/health").status_code == 200
@@ -69,3 +70,25 @@ def test_a_stream_is_sent_while_it_is_written(texts, tokenizer):
     assert len(bodies) > 5
     assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
     assert backend.cancelled == []
+
+
+@pytest.mark.parametrize(("then", "status"), [("nothing", 408), ("gone", None)])
+def test_bodies_that_do_not_arrive(texts, tokenizer, then, status):
+    found = serving(texts, tokenizer, body_timeout_s=0.05)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+             "http_version": "1.1", "headers": [(b"content-length", b"100")]}  # fmt: skip
+    sent, pieces = [], [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive():
+        if pieces:
+            return pieces.pop()
+        if then == "gone":
+            return {"type": "http.disconnect"}
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(found.app(scope, receive, send))
+    assert [m["status"] for m in sent if m["type"] == "http.response.start"] == ([status] if status else [])
+    assert found.backend.seen == []

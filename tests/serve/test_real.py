@@ -15,6 +15,7 @@ from lamella.engine import Engine
 from lamella.eval.encoder import StoreEncoder
 from lamella.eval.run import evaluate
 from lamella.eval.task import TaskRow, build_task, read_task_config
+from lamella.models.layout import pack_rows
 from lamella.serve.app import create_app
 from lamella.serve.registry import Registry
 from lamella.serve.scheduler import open_backend
@@ -90,6 +91,18 @@ def test_chats_and_scored_prompts_are_those_of_the_engine(tiny, inside, engine, 
     scored = client.post("/v1/completions", json=plain).json()["choices"][0]["logprobs"]["token_logprobs"]
     told = [t["logprob"] for t in choice["logprobs"]["content"]]
     assert np.allclose(scored[len(ids) :], told, atol=2e-5)
+    most = client.post("/v1/completions", json={**plain, "logprobs": 3}).json()["choices"][0]["logprobs"]
+    assert most["token_logprobs"] == scored
+    logp_TV = engine.logits(pack_rows([([*ids, *written], [])])).log_softmax(-1)
+    best = logp_TV[:-1].topk(3)
+    for top, values, tokens in zip(most["top_logprobs"][1:], best.values.tolist(), best.indices.tolist(), strict=True):
+        texts = [encoder.decode([i]) for i in tokens]
+        likeliest = {
+            text: value for text, value in zip(reversed(texts), reversed(values), strict=True)
+        }  # some read alike
+        assert {text: top[text] for text in likeliest} == pytest.approx(likeliest, abs=2e-5)
+    greedy = [max(top.values()) == own for top, own in zip(most["top_logprobs"][1:], scored[1:], strict=True)]
+    assert all(greedy[len(ids) - 1 :])  # what was written greedily is told as greedy
     long = client.post("/v1/completions", json={**plain, "prompt": [5 + n % 400 for n in range(900)]}).json()
     assert len(long["choices"][0]["logprobs"]["token_logprobs"]) == 900
 
