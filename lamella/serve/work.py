@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -202,17 +203,16 @@ class Chosen:
 
 def run_pass(serving: Serving, cache: PagedCache, work: Pass) -> list[Chosen]:
     """Walk once; scores are filled in, and every row's next token is chosen."""
-    running, joining = by_adapter(work.running), by_adapter(work.joining)
+    running, groups = by_adapter(work.running), _together(work.joining, serving.apart_tokens)
     shares: list[Share] = []
     if running:
         shares.append(serving.next_tokens(
             cache, [_row(job) for job in running], [job.tokens[-1] for job in running],
             [len(job.request.prompt) + len(job.tokens) - 1 for job in running], [job.adapter for job in running],
         ))  # fmt: skip
-    if joining:
+    for group in groups:
         shares.append(serving.prompts(
-            cache, [_row(job) for job in joining], [job.request.prompt for job in joining],
-            [job.adapter for job in joining],
+            cache, [_row(job) for job in group], [job.request.prompt for job in group], [job.adapter for job in group],
         ))  # fmt: skip
     planned = work.scores.planned()
     hidden = serving.walk([*shares, *(p.share for p in planned)])
@@ -220,13 +220,26 @@ def run_pass(serving: Serving, cache: PagedCache, work: Pass) -> list[Chosen]:
         if p.top:
             p.fill_likeliest(serving.likeliest(hidden_TH, p.share.batch, p.top))
         p.fill(serving.scores(hidden_TH, p.share.batch))
-    last = []
-    if running:
-        last.append(hidden[0])
-    if joining:
-        ends = torch.tensor([len(job.request.prompt) for job in joining]).cumsum(0) - 1
-        last.append(hidden[len(shares) - 1][ends.to(hidden[0].device)])
-    return _choose([*running, *joining], serving.logits(torch.cat(last))) if last else []
+    last = hidden[:1] if running else []
+    for group, hidden_TH in zip(groups, hidden[len(last) : len(shares)], strict=True):
+        ends = torch.tensor([len(job.request.prompt) for job in group]).cumsum(0) - 1
+        last.append(hidden_TH[ends.to(hidden_TH.device)])
+    if not last:
+        return []
+    return _choose([*running, *(job for group in groups for job in group)], serving.logits(torch.cat(last)))
+
+
+def _together(joining: Sequence[Answer], apart_tokens: int | None) -> list[list[Answer]]:
+    """Whose prompts make one packed batch: all, but adapters with at least `apart_tokens` go alone."""
+    alone: list[list[Answer]] = []
+    rest: list[Answer] = []
+    for _, group in groupby(by_adapter(joining), key=lambda job: id(job.adapter)):
+        jobs = list(group)
+        if apart_tokens is not None and sum(len(job.request.prompt) for job in jobs) >= apart_tokens:
+            alone.append(jobs)
+        else:
+            rest += jobs
+    return [*alone, rest] if rest else alone
 
 
 def _row(job: Answer) -> CacheRow:

@@ -466,3 +466,15 @@ def test_the_context_ends_where_rotary_tables_begin_to_depend_on_the_batch():
         rope_parameters={"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 1e4},
     )  # fmt: skip
     assert context_of(long) == 1024
+
+
+@pytest.mark.parametrize("apart", [None, 12])
+def test_prompts_enter_together_or_adapter_by_adapter_with_the_same_answers(apart, backend, worlds):
+    backend._serving.apart_tokens = apart
+    asked = [(NAMES[n % 4], prompt(3 + 5 * (n % 4), n)) for n in range(5)]
+
+    async def run():
+        return await asyncio.gather(*(ids_of(backend, ask(name, ids)) for name, ids in asked))
+
+    assert asyncio.run(run()) == [worlds("llama").greedy(name, ids) for name, ids in asked]
+    assert 5 in backend.stats().batches_by_rows
