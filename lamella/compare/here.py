@@ -66,7 +66,7 @@ def store_of(candidate: Candidate, out: Path) -> Path:
     if candidate.store is not None:
         return candidate.store
     assert candidate.checkpoint is not None
-    from lamella.store.formats import ClassFormats, Formats
+    from lamella.store.formats import Formats, NameRule
     from lamella.store.quantize import QuantizeSettings, quantize_checkpoint
 
     target = out / COPY / key_of({"checkpoint": str(Path(candidate.checkpoint).resolve())})[:16]
@@ -75,7 +75,7 @@ def store_of(candidate: Candidate, out: Path) -> Path:
             f"{candidate.name}: the checkpoint is copied, in its own precision, to {target}; delete {out / COPY} when done"
         )
         target.parent.mkdir(parents=True, exist_ok=True)
-        own = Formats(classes=ClassFormats(experts="source", attention="source", mlp="source"))
+        own = Formats(names=(NameRule(match="*", format="source"),))
         quantize_checkpoint(candidate.checkpoint, target, QuantizeSettings(formats=own))
     return target
 
