@@ -1,0 +1,163 @@
+"""`decide.json` from `decide.toml`."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lamella.decide.inputs import Sources, read_case
+from lamella.decide.model import Choice, break_even, capacity_of_one, cost, fixed, gain, over_utilisation, token_price
+from lamella.decide.settings import DecideConfig
+from lamella.decide.verdict import Case, flip, inputs_of, judge, look_again, sensitivity, sentence
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its formula and inputs."""
+
+    name: str
+    value: float
+    unit: str
+    formula: str
+
+    def text(self) -> str:
+        return f"{self.name} = {self.value:,.6g} {self.unit}\n    = {self.formula}"
+
+
+def decide(config: DecideConfig, today: datetime.date | None = None) -> tuple[dict[str, Any], list[Figure]]:
+    """(`decide.json`, every figure explained). Raises `UserError` as `read_case` does, or for a range of no input."""
+    from lamella.errors import UserError
+
+    today = today or datetime.datetime.now(datetime.UTC).date()
+    case, sources = read_case(config)
+    inputs = inputs_of(case)
+    unknown = set(config.sensitivity) - set(inputs)
+    if unknown:
+        raise UserError(f"sensitivity names no input: {', '.join(sorted(unknown))}", fix=f"inputs: {', '.join(inputs)}")
+    verdict = judge(case)
+    rows = sensitivity(case, config.sensitivity)
+    flips = {name: flip(case, name) for name in inputs}
+    retrain = case.choice(case.proposal).retrain_every
+    review = None if config.review is None else datetime.date.fromisoformat(config.review)
+    when, why = look_again(today, sources.dates, retrain, review)
+
+    def money(value: float) -> str:
+        return f"{value:,.0f} {config.currency}" if abs(value) >= 10 else f"{value:,.2f} {config.currency}"
+
+    tree = {
+        "kind": "decide", "version": 1, "name": config.name, "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "verdict": verdict, "sentence": sentence(case, verdict, money), "because": because(case, sources, money),
+        "would_change_it": would_change(inputs, flips), "look_again": when.isoformat(), "look_again_because": why,
+        "currency": config.currency, "current": config.current, "proposal": config.proposal,
+        "options": [option(c, case) for c in case.choices], "break_even": break_evens(case), "sensitivity": rows,
+        "flips": [{"input": n, "value": inputs[n], "at": f[0], "verdict": f[1]} for n, f in flips.items() if f],
+        "net_value_per_month": case.net, "inputs": inputs, "sources": sources.told,
+    }  # fmt: skip
+    return tree, figures(case, config.currency)
+
+
+def option(c: Choice, case: Case) -> dict[str, Any]:
+    spent = cost(c, case.world)
+    quality = None if c.quality is None else dict(zip(("value", "low", "high"), c.quality, strict=True))
+    return {
+        "name": c.name, "kind": c.kind, "f1": quality, "per_1000_documents": 1000 * spent.total / case.world.documents,
+        "per_month": spent.total, "parts": spent.parts, "machines": spent.machines, "utilisation": spent.utilisation,
+        "capacity_documents_per_month": spent.capacity, "latency_p99_s": c.latency_p99_s, "out": c.out,
+        "gain": {**asdict(c.gain), "counted": c.gain.counted}, "gain_per_month": gain(c, case.world),
+        "net_value_per_month": case.net_of(c.name), "over_utilisation": over_utilisation(c, case.world),
+    }  # fmt: skip
+
+
+def break_evens(case: Case) -> list[dict[str, Any]]:
+    """Volume from which the proposal costs no more than each other option; null: from none."""
+    p = case.choice(case.proposal)
+    return [
+        {"against": c.name, "documents_per_month": break_even(p, c, case.world)}
+        for c in case.choices
+        if c.name != p.name
+    ]
+
+
+def because(case: Case, sources: Sources, money: Any) -> list[str]:
+    """What the verdict rests on."""
+    p, current = case.choice(case.proposal), case.choice(case.current)
+    mine, theirs = cost(p, case.world), cost(current, case.world)
+    said = [
+        f"{p.name} costs {money(mine.total)} a month, {current.name} {money(theirs.total)}, at {case.world.documents:,.0f} documents"
+    ]
+    if mine.utilisation is not None:
+        said.append(f"its {mine.machines} machine{'s' * (mine.machines != 1)} would be used to {mine.utilisation:.1%}")
+    g = p.gain
+    points = f"{100 * g.value:+.2f} points [{100 * g.low:+.2f}, {100 * g.high:+.2f}]"
+    if g.counted:
+        said.append(f"its quality is {points}, worth {money(gain(p, case.world))} a month")
+    else:
+        said.append(f"its quality is {points}: the interval holds zero, so it counts as no gain")
+    for c in case.choices:
+        if c.out:
+            said.append(f"{c.name} is out: {c.out}")
+    even = break_even(p, current, case.world)
+    said.append(f"it costs no more than {current.name} from {even:,.0f} documents a month on" if even is not None
+                else f"it costs more than {current.name} at any volume")  # fmt: skip
+    return said
+
+
+def would_change(inputs: dict[str, float], flips: dict[str, Any], most: int = 6) -> list[str]:
+    """The nearest changes that give another verdict, the smallest first."""
+    near = sorted((f for f in flips.items() if f[1]), key=lambda f: abs(math.log(f[1][0] / inputs[f[0]])))
+    return [
+        f"{name}: {'above' if at > inputs[name] else 'below'} {at:,.4g} (now {inputs[name]:,.4g}, {at / inputs[name]:.2g} times): {verdict}"
+        for name, (at, verdict) in near[:most]
+    ] or ["no single input within a hundredth and a hundred times its value"]
+
+
+def figures(case: Case, currency: str) -> list[Figure]:
+    """Every figure with formula and inputs."""
+    w, found = case.world, []
+    for c in case.choices:
+        spent = cost(c, w)
+        if c.hosted:
+            one = capacity_of_one(c, w)
+            found.append(Figure(f"{c.name}: documents a month of one machine", one, "documents",
+                                f"{c.documents_per_s:.6g} documents/s x 3600 x {w.hours:g} hours"))  # fmt: skip
+            found.append(
+                Figure(
+                    f"{c.name}: machines",
+                    spent.machines,
+                    "",
+                    f"ceil({w.documents:,.0f} x peak {w.peak:g} / {one:,.0f})",
+                )
+            )
+            found.append(Figure(f"{c.name}: machines a month", spent.parts["machines"], currency,
+                                f"{spent.machines} x {c.machine_per_hour:g} an hour x {w.hours:g} hours"))  # fmt: skip
+        else:
+            found.append(Figure(f"{c.name}: a document", token_price(c, w), currency,
+                                f"({w.input_tokens:g} x {c.input_price:g} + {w.output_tokens:g} x {c.output_price:g}) / 10^6"))  # fmt: skip
+            found.append(
+                Figure(f"{c.name}: tokens a month", spent.parts["tokens"], currency, f"{w.documents:,.0f} x a document")
+            )
+        parts = fixed(c, w)
+        once = f"({c.once:g} + {c.staff_hours_once:g} h x {w.staff_per_hour:g}) / {w.horizon:g} months"
+        monthly = f"{c.retrain:g} / {c.retrain_every:g} months + {c.staff_hours_per_month:g} h x {w.staff_per_hour:g} + {c.per_month:g}"
+        found.append(Figure(f"{c.name}: fixed a month", sum(parts.values()), currency, f"{once} + {monthly}"))
+        found.append(
+            Figure(
+                f"{c.name}: a month", spent.total, currency, " + ".join(f"{k} {v:,.6g}" for k, v in spent.parts.items())
+            )
+        )
+        worth = (
+            f"{w.documents:,.0f} documents x {w.worth:g} a wrong label" if w.by_label else f"100 x {w.worth:g} a point"
+        )
+        found.append(
+            Figure(
+                f"{c.name}: gain a month",
+                gain(c, w),
+                currency,
+                f"{c.gain.counted:.6g} counted of {c.gain.value:.6g} x {worth}",
+            )
+        )
+        found.append(Figure(f"{c.name}: net value a month", case.net_of(c.name), currency,
+                            f"gain - ({spent.total:,.6g} - {cost(case.choice(case.current), w).total:,.6g})"))  # fmt: skip
+    return found

@@ -1,0 +1,72 @@
+"""A decision for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+BAR = 24
+
+
+def show(tree: dict[str, Any]) -> Group:
+    """Verdict, reasons, options, break-even, sensitivity, what would change it."""
+    parts: list[RenderableType] = [
+        Text(tree["sentence"], style="bold"),
+        *(Text(f"- {x}") for x in tree["because"]),
+        _options(tree),
+    ]
+    parts.append(_sensitivity(tree))
+    parts += [Text("what would change it", style="bold"), *(Text(f"- {x}") for x in tree["would_change_it"])]
+    parts.append(Text(f"look again on {tree['look_again']}: {tree['look_again_because']}"))
+    return Group(*parts)
+
+
+def _money(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
+
+
+def _options(tree: dict[str, Any]) -> Table:
+    table = Table(title=f"options ({tree['currency']})", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("option", "kind", "F1", "per 1,000", "a month", "machines", "used", "gain", "net value", "break-even"):
+        table.add_column(name, justify="left" if name in ("option", "kind") else "right")
+    even = {b["against"]: b["documents_per_month"] for b in tree["break_even"]}
+    for o in tree["options"]:
+        name = o["name"] + (
+            " (now)" if o["name"] == tree["current"] else " (proposed)" if o["name"] == tree["proposal"] else ""
+        )
+        at = "" if o["name"] == tree["proposal"] else "never" if even[o["name"]] is None else f"{even[o['name']]:,.0f}"
+        table.add_row(name + (", out" if o["out"] else ""), o["kind"], "-" if o["f1"] is None else f"{o['f1']['value']:.3f}",
+                      _money(o["per_1000_documents"]), _money(o["per_month"]), str(o["machines"] or "-"),
+                      "-" if o["utilisation"] is None else f"{o['utilisation']:.0%}", _money(o["gain_per_month"]),
+                      _money(o["net_value_per_month"]), at)  # fmt: skip
+    return table
+
+
+def _sensitivity(tree: dict[str, Any], most: int = 10) -> Table:
+    """Net value at each input's ends, as bars around the value now."""
+    rows = tree["sensitivity"][:most]
+    now = tree["net_value_per_month"]
+    widest = max((abs(r[k] - now) for r in rows for k in ("net_low", "net_high")), default=0.0) or 1.0
+    table = Table(
+        title=f"net value a month, {_money(now)} now, over each input's range",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for name in ("input", "low", "high", "less", "more", "net at low", "net at high", "verdict at low", "at high"):
+        table.add_column(
+            name,
+            justify="right" if name in ("low", "high", "less", "net at low", "net at high") else "left",
+            no_wrap=name in ("less", "more"),
+        )
+    for r in rows:
+        ends = [r["net_low"] - now, r["net_high"] - now]
+        less, more = max(0.0, -min(ends)), max(0.0, *ends)
+        bars = ["█" * round(BAR * x / widest / 2) for x in (less, more)]
+        table.add_row(r["input"], f"{r['low']:,.4g}", f"{r['high']:,.4g}", *bars, _money(r["net_low"]), _money(r["net_high"]),
+                      r["verdict_low"], r["verdict_high"])  # fmt: skip
+    return table
