@@ -297,7 +297,8 @@ def test_names_that_do_not_fit(tmp_path):
     text = file.read_text()
     for old, new, said in (
         ('current = "API"', 'current = "nobody"', "is no option"), ('proposal = "tuned"', 'proposal = "API"', "nothing to decide"),
-        ('candidate = "api"', 'candidate = "who"', "no comparison has a candidate 'who'"), ('machine = "1xRTX4090"', 'machine = "1xRTX9999"', "RTX9999"),
+        ('candidate = "api"', 'candidate = "who"', "no comparison has a candidate 'who'"),
+        ('machine = "1xRTX4090"', 'machine = "1xRTX9999"', "RTX9999"),
         ("per_f1_point_per_month = 100.0", "", "give one of per_f1_point"),
     ):  # fmt: skip
         file.write_text(text.replace(old, new))
