@@ -122,7 +122,7 @@ def test_verdicts():
 
 
 @given(st.floats(50, 2000), st.floats(1e4, 1e6), st.floats(0.1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_is_said_to_flip_the_verdict_flips_it(worth, documents, machine):
     case = Case(
         replace(WORLD, worth=worth, documents=documents), (API, replace(OWN, machine_per_hour=machine)), "API", "own"
@@ -132,7 +132,7 @@ def test_what_is_said_to_flip_the_verdict_flips_it(worth, documents, machine):
         found = flip(case, name)
         if found is None:
             continue
-        at, verdict = found
+        at, verdict = found.at, found.verdict
         assert judge(changed(case, name, at)) == verdict != now
         assert judge(changed(case, name, at + (value - at) * 1e-6)) == now or math.isclose(at, value, rel_tol=1e-6)
 
@@ -147,7 +147,7 @@ def test_sensitivity_is_what_changing_one_input_gives():
     widths = [abs(r["net_high"] - r["net_low"]) for r in rows]
     assert widths == sorted(widths, reverse=True)
     assert by_name["own: quality gain"]["net_low"] == pytest.approx(
-        net(replace(OWN, gain=Gain(0.025, 0.015, 0.035)), API, WORLD)
+        net(replace(OWN, gain=Gain(0.03, 0.01, 0.05)), API, WORLD)
     )
 
 
@@ -226,7 +226,7 @@ def test_from_files(tmp_path):
         and tuned["gain_per_month"] == pytest.approx(800)
     )
     assert tree["verdict"] == "deploy" and tree["sentence"].startswith("Deploy tuned: on 1 machine")
-    assert tree["look_again"] == "2027-02-13" and "price" in tree["look_again_because"]  # 90 days after 2026-11-15
+    assert tree["look_again"] == "2026-12-02" and "a price of 2026-07-31 is older" in tree["look_again_because"]
     assert tree["sources"]["tuned: machine an hour"].startswith("catalogue of 2026")
     assert tree["sources"]["tuned: quality gain"] == "paired bootstrap over documents"
     named = {f.name: f.value for f in figures}
@@ -248,19 +248,38 @@ def test_a_load_test_gives_rate_and_latency(tmp_path):
     file = write(tmp_path, top="latency_p99_s = 2.0", own='load_test = "loadtest.json"')
     tree, _ = decide(load_decide(file))
     assert tree["options"][1]["latency_p99_s"] == 3.5 and tree["verdict"] == "do not deploy"
-    assert tree["sentence"] == "Do not deploy tuned: its p99 of 3.5 s misses the target of 2 s."
+    assert (
+        tree["sentence"]
+        == "Do not deploy tuned: its p99 of 3.5 s misses the target of 2 s, though it would be worth 981 USD a month."
+    )
     assert tree["inputs"]["tuned: documents per second"] == 2.5
 
 
 def test_a_plans_bound_gives_a_rate(tmp_path):
     serve = {
         "format": "fp8",
+        "machine": "1 x RTX4090",
         "prefill_tokens_per_s": 20_000.0,
-        "decode": [{"tokens_per_s": 1000.0}, {"tokens_per_s": 4000.0}],
+        "decode": [{"sequences": 1, "tokens_per_s": 1000.0}, {"sequences": 16, "tokens_per_s": 4000.0}],
     }
     (tmp_path / "plan.json").write_text(json.dumps({"kind": "lamella plan", "serving": {"here": [serve]}}))
-    tree, _ = decide(load_decide(write(tmp_path, own='plan = "plan.json"\nplan_share = 0.5')))
-    assert tree["inputs"]["tuned: documents per second"] == pytest.approx(1 / (50 / 2000 + 800 / 10_000))
+    own = 'plan = "plan.json"\nplan_share = 0.5'
+    tree, _ = decide(load_decide(write(tmp_path, own=own)))
+    tuned, rate = tree["options"][1], 1 / (50 / 2000 + 800 / 10_000)
+    assert tuned["capacity_documents_per_month"] == pytest.approx(rate * 730 * 3600) and tuned["sequences"] == 16
+    assert tuned["latency_p99_s"] == pytest.approx(2 * 16 / rate)  # Little's law, p99 twice the mean
+    tree, _ = decide(load_decide(write(tmp_path, top="latency_p99_s = 1.0", own=own)))
+    tuned, rate = tree["options"][1], 1 / (50 / 500 + 800 / 10_000)
+    assert tuned["sequences"] == 1 and not tuned["out"] and tuned["latency_p99_s"] == pytest.approx(2 / rate)
+    assert tuned["capacity_documents_per_month"] == pytest.approx(rate * 730 * 3600)
+    tree, _ = decide(load_decide(write(tmp_path, top="latency_p99_s = 0.3", own=own)))
+    assert tree["verdict"] == "do not deploy" and "misses the target of 0.3 s" in tree["sentence"]
+    assert any(x.startswith("latency target at least 0.36") for x in tree["would_change_it"])
+    file = write(tmp_path, own=own)
+    file.write_text(file.read_text().replace("1xRTX4090", "2xRTX4090"))
+    config = load_decide(file)
+    with pytest.raises(UserError, match="plan is for 1 x RTX4090, its machine is 2 x RTX4090"):
+        decide(config)
 
 
 def test_quality_by_hand_takes_intervals_as_independent(tmp_path):
@@ -297,7 +316,8 @@ def test_names_that_do_not_fit(tmp_path):
     text = file.read_text()
     for old, new, said in (
         ('current = "API"', 'current = "nobody"', "is no option"), ('proposal = "tuned"', 'proposal = "API"', "nothing to decide"),
-        ('candidate = "api"', 'candidate = "who"', "no comparison has a candidate 'who'"), ('machine = "1xRTX4090"', 'machine = "1xRTX9999"', "RTX9999"),
+        ('candidate = "api"', 'candidate = "who"', "no comparison has a candidate 'who'"),
+        ('machine = "1xRTX4090"', 'machine = "1xRTX9999"', "RTX9999"),
         ("per_f1_point_per_month = 100.0", "", "give one of per_f1_point"),
     ):  # fmt: skip
         file.write_text(text.replace(old, new))
