@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lamella.decide.inputs import Sources, read_case
@@ -33,6 +33,7 @@ from lamella.decide.verdict import (
     inputs_of,
     judge,
     look_again,
+    rivals_of,
     sensitivity,
     sentence,
 )
@@ -137,10 +138,28 @@ def would_change(case: Case, found: Sequence[Flip], most: int = 6) -> list[str]:
     if said:
         return said
     said = ["no single input within a hundredth and a hundred times its value"]
-    if why_out(case.choice(case.proposal), case.world) and not case.choice(case.proposal).out:
-        more = flips(fast_enough(case))
-        said += [f"were it within the latency target at this cost, also {_flip_text(f)}" for f in more[:most]]
+    for words, other in _relaxed(case):
+        more = flips(other) if judge(other) == judge(case) else []
+        if judge(other) != judge(case):
+            return [*said, f"{words}: {judge(other)}"]
+        if more:
+            return [*said, *(f"{words}, and {_flip_text(f)}" for f in more[:most])]
     return said
+
+
+def _relaxed(case: Case) -> Iterator[tuple[str, Case]]:
+    """What stands in the way, taken away: the latency target, better options, both."""
+    p = case.choice(case.proposal)
+    slow = why_out(p, case.world) and not p.out
+    ahead = [c.name for c in rivals_of(case) if case.net_of(c.name) > max(case.net, 0.0)]
+    alone = replace(case, choices=tuple(c for c in case.choices if c.name not in ahead))
+    quick, none = "were it within the latency target at this cost", f"were there no {' and no '.join(ahead)}"
+    if slow:
+        yield quick, fast_enough(case)
+    if ahead:
+        yield none, alone
+    if slow and ahead:
+        yield f"{quick} and {none.removeprefix('were ')}", fast_enough(alone)
 
 
 def _flip_text(f: Flip) -> str:

@@ -273,8 +273,9 @@ def sentence(case: Case, verdict: Verdict, money: Callable[[float], str]) -> str
         return f"Deploy {p.name}: on {at} it is worth {money(value)} a month more than {current.name}."
     best = max(rivals_of(case), key=lambda c: case.net_of(c.name), default=None)
     if best is not None and case.net_of(best.name) > max(value, 0.0):
-        return (f"Do not deploy {p.name}: {best.name} is worth {money(case.net_of(best.name))} a month more than {current.name}, it "
-                f"{money(value)}.")  # fmt: skip
+        own = f"would lose {money(-value)}" if value < 0 else f"would be worth {money(value)} more"
+        return (f"Do not deploy {p.name}: it {own} a month beside {current.name}, while {best.name} is worth "
+                f"{money(case.net_of(best.name))} more.")  # fmt: skip
     if verdict == "wait":
         if value > 0:
             return f"Wait: {p.name} would be worth {money(value)} a month, but not at the lower end of what its quality may be."
