@@ -21,7 +21,7 @@ from lamella.errors import RunFailed, UserError
 from lamella.eval.encoder import StoreEncoder
 from lamella.eval.labels import LabelParser, parse_generation
 from lamella.eval.metrics import Prediction
-from lamella.eval.task import Task, TaskRow
+from lamella.eval.task import TaskRow
 from lamella.eval.trie import LabelTrie
 
 WAYS = ("choice", "json_schema", "enum_schema", "guided_choice")
@@ -81,7 +81,7 @@ class Asker:
     """
 
     def __init__(
-        self, candidate: Candidate, task: Task, seed: int, cache: AnswerCache, ledger: Ledger, *, transport: Any = None,
+        self, candidate: Candidate, task: Any, seed: int, cache: AnswerCache, ledger: Ledger, *, transport: Any = None,
         sleep: Any = asyncio.sleep,
     ) -> None:  # fmt: skip
         self.candidate, self.task, self.seed, self.cache, self.ledger = candidate, task, seed, cache, ledger

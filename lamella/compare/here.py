@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lamella.compare.answers import Answers, Spent, in_order, plain
 from lamella.compare.settings import Candidate
-from lamella.console import notice
+from lamella.compare.spans import SpanTask
+from lamella.console import notice, progress
 from lamella.endpoint.cache import AnswerCache, key_of
 from lamella.errors import UserError
 from lamella.eval.metrics import Prediction
@@ -52,7 +53,7 @@ class Counting:
         return found
 
 
-def part_of(task: Task, tenant: str) -> Task:
+def part_of(task: Any, tenant: str) -> Any:
     """The same task with one tenant's test rows."""
     return replace(task, labels={tenant: task.labels[tenant]}, test=tuple(task.rows_of(tenant)))
 
@@ -80,7 +81,7 @@ def store_of(candidate: Candidate, out: Path) -> Path:
     return target
 
 
-def check_here(candidate: Candidate, task: Task) -> None:
+def check_here(candidate: Candidate, task: Any) -> None:
     """What can be refused before anything works."""
     if candidate.baseline == "tfidf":
         for tenant in task.tenants:
@@ -106,7 +107,7 @@ def answer_baseline(candidate: Candidate, task: Task, seed: int, resamples: int)
     return Answers(list(found.predictions), Spent(seconds=found.seconds), list(found.notes))
 
 
-def answer_here(candidate: Candidate, task: Task, out: Path, cache: AnswerCache, seed: int, resamples: int) -> Answers:
+def answer_here(candidate: Candidate, task: Any, out: Path, cache: AnswerCache, seed: int, resamples: int) -> Answers:
     """A store or checkpoint, with or without an adapter.
 
     Raises:
@@ -158,10 +159,10 @@ def _asked(candidate: Candidate, store: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rows(task: Task, tenant: str) -> list[Any]:
+def _rows(task: Any, tenant: str) -> list[Any]:
     """What decides a tenant's prompts and labels."""
-    test = [[r.id, r.text, r.entity, r.label] for r in task.rows_of(tenant)]
-    pool = [[r.text, r.entity, r.label] for r in task.pool_of(tenant)]
+    test = [[r.id, r.text, getattr(r, "entity", ""), r.label] for r in task.rows_of(tenant)]
+    pool = [[r.text, getattr(r, "entity", ""), r.label] for r in task.pool_of(tenant)]
     return [tenant, list(task.labels[tenant]), task.config.model_dump(mode="json"), test, pool]
 
 
@@ -185,9 +186,9 @@ class _Worker:
             self.notes = run_notes(candidate.adapter)
             self.engine.attach(Adapter.load(candidate.adapter, self.engine.skeleton))
 
-    def answer(self, task: Task) -> dict[str, Any]:
+    def answer(self, task: Any) -> dict[str, Any]:
         """One tenant's rows, as the cache keeps them."""
-        from lamella.eval.run import encode_questions, evaluate
+        from lamella.eval.run import encode_questions, evaluate, generate_rows
 
         c = self.candidate
         limit = c.max_new_tokens or task.config.max_new_tokens
@@ -199,10 +200,16 @@ class _Worker:
         )
         start_s = time.monotonic()
         counting = Counting(self.engine)
-        found = evaluate(
-            task, counting, self.encoder, questions=questions, mode=mode, shots=c.few_shot, name=c.name, max_new_tokens=limit,
-            seed=self.seed, resamples=self.resamples,
-        )  # fmt: skip
+        found: Sequence[Prediction]
+        if isinstance(task, SpanTask):
+            ((rows, asked, _),) = questions.tenants
+            with progress(f"ask {c.name}", len(rows), "rows") as meter:
+                found = generate_rows(task, counting, self.encoder, rows, asked, limit, 4096, meter.advance)  # type: ignore[arg-type]
+        else:
+            found = evaluate(
+                task, counting, self.encoder, questions=questions, mode=mode, shots=c.few_shot, name=c.name, max_new_tokens=limit,
+                seed=self.seed, resamples=self.resamples,
+            ).predictions  # fmt: skip
         prompts = sum(len(ids) for _, asked, _ in questions.tenants for ids in asked)
-        return {"predictions": [plain(p) for p in found.predictions], "input": prompts, "output": counting.written,
+        return {"predictions": [plain(p) for p in found], "input": prompts, "output": counting.written,
                 "seconds": time.monotonic() - start_s + questions.seconds}  # fmt: skip

@@ -14,13 +14,14 @@ from lamella.compare.answers import Answers
 from lamella.compare.ask import Asker
 from lamella.compare.here import answer_baseline, answer_here, check_here
 from lamella.compare.settings import Candidate, CompareConfig
+from lamella.compare.spans import SpanMetrics, SpanTask, is_span_task, load_span_task, measure_spans, span_difference
 from lamella.compare.statistics import confusion, difference
 from lamella.console import notice, progress
 from lamella.endpoint.cache import AnswerCache
 from lamella.endpoint.limits import Ledger
 from lamella.errors import UserError
-from lamella.eval.metrics import Metrics, Prediction, measure
-from lamella.eval.task import Task, load_task
+from lamella.eval.metrics import WARN_SHARE, Prediction, measure
+from lamella.eval.task import load_task
 from lamella.files import write_json, write_text
 
 CACHE = "answers.sqlite"
@@ -36,7 +37,7 @@ def compare(config: CompareConfig, out: Path, *, transport: Any = None, sleep: A
         UserError: bad input, a candidate that refuses; nothing is lost: answers are kept in `out`.
         RunFailed: the ceiling is reached, or rows stayed without an answer.
     """
-    task = load_task(config.task)
+    task: Any = load_span_task(config.task) if is_span_task(config.task) else load_task(config.task)
     if config.limit is not None:
         task = task.limited(config.limit)
     for note in task.notes:
@@ -61,7 +62,12 @@ def compare(config: CompareConfig, out: Path, *, transport: Any = None, sleep: A
     return tree
 
 
-def _check(candidate: Candidate, task: Task, config: CompareConfig, askers: dict[str, Asker]) -> None:
+def _check(candidate: Candidate, task: Any, config: CompareConfig, askers: dict[str, Asker]) -> None:
+    if isinstance(task, SpanTask) and (
+        candidate.baseline is not None or candidate.answering not in ("think", "generate")
+    ):
+        raise UserError(f"candidate {candidate.name!r}: a task of spans is answered by generate or think",
+                        fix='set answering = "generate"')  # fmt: skip
     if candidate.name in askers:
         asker = askers[candidate.name]
         asker.check()
@@ -73,7 +79,7 @@ def _check(candidate: Candidate, task: Task, config: CompareConfig, askers: dict
 
 
 def _answer(
-    candidate: Candidate, task: Task, config: CompareConfig, out: Path, cache: AnswerCache, askers: dict[str, Asker]
+    candidate: Candidate, task: Any, config: CompareConfig, out: Path, cache: AnswerCache, askers: dict[str, Asker]
 ) -> Answers:
     if candidate.baseline is not None:
         return answer_baseline(candidate, task, config.seed, config.resamples)
@@ -89,7 +95,7 @@ def _lines(answers: dict[str, Answers]) -> Iterator[str]:
             yield json.dumps({"candidate": name, **asdict(p), "correct": p.correct}, ensure_ascii=False) + "\n"
 
 
-def changed(task: Task, answers: dict[str, Answers]) -> Iterator[dict[str, Any]]:
+def changed(task: Any, answers: dict[str, Answers]) -> Iterator[dict[str, Any]]:
     """Rows where a candidate is right and the first is wrong, or the other way round."""
     rows = {(r.tenant, r.id): r for r in task.test}
     first, *others = answers
@@ -99,26 +105,30 @@ def changed(task: Task, answers: dict[str, Answers]) -> Iterator[dict[str, Any]]
                 row = rows[before.tenant, before.id]
                 yield {
                     "before": first, "after": name, "change": "gained" if after.correct else "lost", "tenant": row.tenant, "id": row.id,
-                    "text": row.text, "entity": row.entity, "gold": row.label,
+                    "text": row.text, "entity": getattr(row, "entity", ""), "gold": row.label,
                     "before_said": before.label or before.status, "after_said": after.label or after.status,
                 }  # fmt: skip
 
 
-def document(config: CompareConfig, task: Task, answers: dict[str, Answers], spent: float) -> dict[str, Any]:
+def document(config: CompareConfig, task: Any, answers: dict[str, Answers], spent: float) -> dict[str, Any]:
     """`compare.json`."""
-    metrics = {
-        name: measure(a.predictions, task.labels, resamples=config.resamples, seed=config.seed)
-        for name, a in answers.items()
-    }
-    candidates = [_candidate(c, task, answers[c.name], metrics[c.name], config) for c in config.candidates]
+    spans = None
+    if isinstance(task, SpanTask):
+        spans = {name: measure_spans(task, a.predictions, config.resamples, config.seed) for name, a in answers.items()}
+        figures = {name: (found.tree, _span_warnings(found.tree)) for name, found in spans.items()}
+    else:
+        resampled = {"resamples": config.resamples, "seed": config.seed}
+        measured = {name: measure(a.predictions, task.labels, **resampled) for name, a in answers.items()}
+        figures = {name: (found.to_json(), found.warnings) for name, found in measured.items()}
+    candidates = [_candidate(c, len(task.test), answers[c.name], *figures[c.name], config) for c in config.candidates]
     first, *others = answers
     return {
         "kind": "compare", "version": 1, "name": config.name, "task": task.config.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "rows": len(task.test),
         "documents": len({(r.tenant, r.document) for r in task.test}), "tenants": list(task.tenants), "seed": config.seed,
         "resamples": config.resamples, "notes": list(task.notes), "candidates": candidates,
-        "differences": [_difference(first, name, answers, task, config) for name in others],
-        "confusion": {name: confusion(a.predictions, task.labels) for name, a in answers.items()},
+        "differences": [_difference(first, name, answers, spans, task, config) for name in others],
+        "confusion": {} if spans is not None else {name: confusion(a.predictions, task.labels) for name, a in answers.items()},
         "changed": {name: _changes(answers[first].predictions, answers[name].predictions) for name in others},
         "spent": {"currency": config.currency, "total": spent, "ceiling": config.ceiling_amount},
         "asked": config.model_dump(mode="json"), "in_effect": {name: a.in_effect for name, a in answers.items()},
@@ -133,8 +143,15 @@ def _changes(before: Sequence[Prediction], after: Sequence[Prediction]) -> dict[
     }
 
 
-def _candidate(c: Candidate, task: Task, given: Answers, metrics: Metrics, config: CompareConfig) -> dict[str, Any]:
-    spent, rows = given.spent, len(task.test)
+def _span_warnings(tree: dict[str, Any]) -> list[str]:
+    return [f"{t}: {100 * m[f'{s}_rate']:.1f} % of answers {s}: their entities are missed" for t, m in tree["tenants"].items()
+            for s in ("truncated", "empty", "invalid") if m[f"{s}_rate"] > WARN_SHARE]  # fmt: skip
+
+
+def _candidate(
+    c: Candidate, rows: int, given: Answers, metrics: dict[str, Any], warnings: list[str], config: CompareConfig
+) -> dict[str, Any]:
+    spent = given.spent
     money = None
     if spent.money is not None:
         prices = (
@@ -152,17 +169,25 @@ def _candidate(c: Candidate, task: Task, given: Answers, metrics: Metrics, confi
     return {
         "name": c.name, "where": where, "role": c.part, "model": c.model or c.baseline or str(c.store or c.checkpoint),
         "adapter": None if c.adapter is None else str(c.adapter), "answering": "fit" if c.baseline else c.answering,
-        "metrics": metrics.to_json(), "tokens": spent.tokens(), "latency_s": spent.latency(), "money": money, "errors": 0,
+        "metrics": metrics, "tokens": spent.tokens(), "latency_s": spent.latency(), "money": money, "errors": 0,
         "retries": spent.retries, "from_cache": spent.from_cache, "wall_s": spent.seconds or sum(spent.latencies_s),
-        "documents_per_s": rows / spent.seconds if spent.seconds else None, "notes": [*given.notes, *metrics.warnings],
+        "documents_per_s": rows / spent.seconds if spent.seconds else None, "notes": [*given.notes, *warnings],
     }  # fmt: skip
 
 
 def _difference(
-    before: str, after: str, answers: dict[str, Answers], task: Task, config: CompareConfig
+    before: str,
+    after: str,
+    answers: dict[str, Answers],
+    spans: dict[str, SpanMetrics] | None,
+    task: Any,
+    config: CompareConfig,
 ) -> dict[str, Any]:
-    average, tenants = difference(answers[before].predictions, answers[after].predictions, task.labels,
-                                  resamples=config.resamples, seed=config.seed)  # fmt: skip
+    if spans is not None:
+        average, tenants = span_difference(spans[before], spans[after])
+    else:
+        average, tenants = difference(answers[before].predictions, answers[after].predictions, task.labels,
+                                      resamples=config.resamples, seed=config.seed)  # fmt: skip
     return {
         "before": before,
         "after": after,

@@ -40,12 +40,22 @@ def _interval(tree: dict[str, Any]) -> str:
 
 def _quality(tree: dict[str, Any]) -> Table:
     rows = []
+    spans = any(c["metrics"].get("kind") == "spans" for c in tree["candidates"])
     for c in tree["candidates"]:
         m = c["metrics"]
-        rows.append([c["name"], *(_interval(m["tenants"][t]["macro_f1"]) for t in tree["tenants"]), _interval(m["average"]),
-                     figure(m["average_micro_f1"]["value"]), figure(m["average_accuracy"]["value"]), f"{100 * m['invalid_rate']:.1f} %",
-                     f"{100 * m['truncated_rate']:.1f} %"])  # fmt: skip
-    head = ["macro-F1", *tree["tenants"], "average", "micro-F1", "accuracy", "invalid", "truncated"]
+        each = [_interval(m["tenants"][t]["macro_f1"]) for t in tree["tenants"]]
+        more = [figure(m[k]["value"]) if k in m else "-" for k in ("average_micro_f1", "average_accuracy")]
+        rates = [f"{100 * m[f'{status}_rate']:.1f} %" for status in ("invalid", "truncated")]
+        rows.append([c["name"], *each, _interval(m["average"]), *more, *rates])
+    head = [
+        "strict F1 of spans" if spans else "macro-F1",
+        *tree["tenants"],
+        "average",
+        "micro-F1",
+        "accuracy",
+        "invalid",
+        "truncated",
+    ]
     return _table(f"{tree['name']}: {tree['rows']} rows, 95 % intervals over documents", head, rows)
 
 

@@ -407,5 +407,9 @@ class Engine:
         whole = sum(self.store.group_bytes(i) for i in weights.layers)
         return {**self.walk.division.facts(), "layer_bytes_read": sum(weights.layer_bytes()), "layer_bytes": whole}
 
+    def expert_load(self) -> dict[str, list[int]]:
+        """Tokens that each expert has seen since the adapter was attached: module -> a count per expert."""
+        return {name: counts for name, counts in self.walk.expert_hits().items() if any(counts)}
+
     def close(self) -> None:
         self.walk.weights.close()

@@ -190,6 +190,20 @@ class Walk:
                     self._hits[site.key.rpartition(".")[0]] = hits
                     cut = held[0] if held is not None else None
                     owner.__dict__["lamella_hits"] = hits if cut is None else cut.of(hits)
+        self._count_others()
+
+    def _count_others(self) -> None:
+        """Count the tokens of experts without an adapter too, where they are whole here."""
+        if self.division is not None:
+            return
+        for i, layer in enumerate(self.skeleton.layers):
+            for path, module in layer.named_modules():
+                name = f"{self.skeleton.prefix}.{i}.{path}"
+                if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and name not in self._hits:
+                    self._hits[name] = torch.zeros(
+                        int(module.num_experts), dtype=torch.int64, device=self.weights.device
+                    )
+                    module.__dict__["lamella_hits"] = self._hits[name]
 
     def divide(self, division: Division | None) -> None:
         """Drive a rank's part of every layer from now on (its modules and weights are divided already); None: all of it."""
@@ -214,7 +228,8 @@ class Walk:
         return order[self.division.least(order.index(keep), len(order))]
 
     def expert_hits(self) -> dict[str, list[int]]:
-        """Tokens each adapted expert module has seen so far: module name -> count per expert (zero for another rank's)."""
+        """Tokens each expert module has seen so far, forward and recomputed: module name -> count per expert (zero for another
+        rank's)."""
         return {name: hits.tolist() for name, hits in self._hits.items()}
 
     def hang(self, layer: int, grad: bool) -> None:

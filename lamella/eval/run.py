@@ -200,7 +200,7 @@ def evaluate(
     with progress(f"eval {name}", len(task.test), "rows") as meter:
         for rows, prompts, trie in questions.tenants:
             if trie is None:
-                predictions += _generate(task, engine, encoder, rows, prompts, limit, batch_tokens, meter.advance)
+                predictions += generate_rows(task, engine, encoder, rows, prompts, limit, batch_tokens, meter.advance)
                 continue
             edges_NE = score_prompts(
                 engine, prompts, trie, batch_tokens=batch_tokens, walk_tokens=walk_tokens, on_rows=meter.advance
@@ -315,10 +315,11 @@ def _runs(prompts: Sequence[Ids], limit: int, batch_tokens: int) -> Iterator[sli
     yield slice(first, len(prompts))
 
 
-def _generate(
+def generate_rows(
     task: Task, engine: EvalEngine, encoder: PromptEncoder, rows: Sequence[TaskRow], prompts: Sequence[Ids], limit: int,
     batch_tokens: int, on_rows: Callable[[int], None],
 ) -> list[Prediction]:  # fmt: skip
+    """Greedy answers to rows of one tenant, parsed; `limit`: new tokens, `batch_tokens`: of all rows together."""
     found: list[Prediction] = []
     parser = task.parser_of(rows[0].tenant)
     for run in _runs(prompts, limit, batch_tokens):

@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -557,7 +557,7 @@ def _finish(run: Run) -> None:
     best = run.state.best
     if best is not None and best.step is not None and not run.folder.checkpoints.path(best.step).is_dir():
         run.warn(f"the best checkpoint (step {best.step}) is gone: {run.folder.checkpoints.path(best.step)}")
-    facts = _facts(run)
+    facts = replace(_facts(run), expert_load=_summed(run.ranks.gather(run.parts.engine.expert_load())))
     run.ranks.on_first(lambda: receipts.prove(facts, run.folder))
 
 
@@ -589,6 +589,15 @@ def _check_memory(run: Run) -> None:
         )
 
 
+def _summed(loads: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Counts of all ranks together."""
+    total: dict[str, list[int]] = {}
+    for load in loads:
+        for name, counts in load.items():
+            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(counts)), counts, strict=True)]
+    return total
+
+
 def _facts(run: Run) -> receipts.Facts:
     metrics = run.folder.metrics.read()
     split = tracing.kind_of(run.state.split)
@@ -597,6 +606,7 @@ def _facts(run: Run) -> receipts.Facts:
         metrics=metrics, checkpoints=run.folder.checkpoints,
         train_s=time.perf_counter() - run.started_s, world=run.ranks.world, memory=run.memory,
         matmul_flops_per_s=run.matmul_flops_per_s, devices=summarise(metrics, run.device_facts, split),
+        expert_load=run.parts.engine.expert_load(),
     )  # fmt: skip
 
 

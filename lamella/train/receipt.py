@@ -72,6 +72,8 @@ class Facts:
     """What the ranks' devices multiply, together."""
     devices: dict[str, Any] | None = None
     """What each device did (`lamella.trace.summary`)."""
+    expert_load: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens each expert saw, of all ranks together, since this process began."""
     proof: dict[str, Any] = field(default_factory=dict)
 
 
@@ -201,6 +203,7 @@ def gather(facts: Facts, status: str, reason: str = "") -> dict[str, Any]:
         },
         "figures": _figures(facts),
         "devices": facts.devices,
+        "expert_load": facts.expert_load,
         "best": _best(facts),
         "warnings": [*state.warnings, *_bad_steps(state)],
         **facts.proof,

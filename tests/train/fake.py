@@ -202,6 +202,9 @@ class FakeEngine:
     def matmul_rate(self):
         return SimpleNamespace(best=1e12)
 
+    def expert_load(self):
+        return {"layer.experts": [self.calls, 0]}
+
     def close(self) -> None:
         self.closed = True
 

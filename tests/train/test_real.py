@@ -14,6 +14,7 @@ from lamella.ranks.group import Ranks
 from lamella.store.reader import Store
 from lamella.train.assemble import assemble_parts
 from lamella.train.loop import train_run
+from tests import fixtures
 from tests.train.conftest import start_losses
 
 ADAPTER = "adapter_model.safetensors"
@@ -217,3 +218,26 @@ def test_recompute_counts_as_work(real_config):
         config = real_config("dense", name=recompute, train={"steps": 1}, memory={"recompute": recompute})
         found[recompute] = lines(train_run(config).run_dir)[0]["flops"]
     assert 1.2 * found["never"] < found["always"] < 1.5 * found["never"]
+
+
+def test_the_receipt_tells_how_the_experts_were_loaded(real_config):
+    """Every token goes to as many experts as are active, in every layer, with an adapter on them or not."""
+    for targets in (["q_proj"], "all-linear"):
+        config = real_config(
+            "moe",
+            name=f"load-{len(targets)}",
+            train={"steps": 2},
+            lora={"targets": targets},
+            memory={"recompute": "never"},
+        )
+        receipt = json.loads(train_run(config).receipt_path.read_text())
+        tokens = receipt["figures"]["tokens"]
+        load = receipt["expert_load"]
+        assert len(load) == len({name.split(".")[2] for name in load}) >= 2
+        active = fixtures.moe_config().num_experts_per_tok
+        for counts in load.values():
+            # the first step also measures the bare base: tokens of its first micro-batch are seen once more
+            assert (
+                tokens * active <= sum(counts) <= 2 * tokens * active
+                and len(counts) == fixtures.moe_config().num_experts
+            )
