@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lamella.config import explain_validation
 from lamella.errors import UserError
@@ -49,6 +50,14 @@ class Prices(Part):
     output_per_mtok: float | None = None
     source: str = ""
     date: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Prices:
+        if self.input_per_mtok is not None:
+            if self.output_per_mtok is None:
+                raise ValueError("a price of input tokens and none of output tokens")
+            datetime.date.fromisoformat(self.date)
+        return self
 
 
 class Money(Part):

@@ -87,7 +87,8 @@ def option(c: Choice, case: Case) -> dict[str, Any]:
     spent = cost(c, case.world)
     quality = None if c.quality is None else dict(zip(("value", "low", "high"), c.quality, strict=True))
     return {
-        "name": c.name, "kind": c.kind, "f1": quality, "per_1000_documents": 1000 * spent.total / case.world.documents,
+        "name": c.name, "kind": c.kind, "f1": None if case.world.by_label else quality,
+        "accuracy": quality if case.world.by_label else None, "per_1000_documents": 1000 * spent.total / case.world.documents,
         "per_month": spent.total, "parts": spent.parts, "machines": spent.machines, "utilisation": spent.utilisation,
         "capacity_documents_per_month": spent.capacity, "latency_p99_s": pace(c, case.world).latency_p99_s,
         "sequences": pace(c, case.world).sequences or None, "out": why_out(c, case.world),
@@ -116,11 +117,12 @@ def because(case: Case, sources: Sources, money: Any) -> list[str]:
     if mine.utilisation is not None:
         said.append(f"its {mine.machines} machine{'s' * (mine.machines != 1)} would be used to {mine.utilisation:.1%}")
     g = p.gain
+    what = "accuracy" if case.world.by_label else "F1"
     points = f"{100 * g.value:+.2f} points [{100 * g.low:+.2f}, {100 * g.high:+.2f}]"
     if g.counted:
-        said.append(f"its quality is {points}, worth {money(gain(p, case.world))} a month")
+        said.append(f"its {what} is {points}, worth {money(gain(p, case.world))} a month")
     else:
-        said.append(f"its quality is {points}: the interval holds zero, so it counts as no gain")
+        said.append(f"its {what} is {points}: the interval holds zero, so it counts as no gain")
     for c in case.choices:
         if why_out(c, case.world):
             said.append(f"{c.name} is out: {why_out(c, case.world)}")

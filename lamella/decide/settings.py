@@ -18,7 +18,7 @@ Kind = Literal["self-hosted tuned", "self-hosted base", "API base", "API tuned"]
 
 
 class Volume(Section):
-    documents_per_month: float = Field(gt=0)
+    documents_per_month: float = Field(gt=0, le=1e12)
     """Documents a month."""
     input_tokens: float = Field(0.0, ge=0)
     """Of a document's prompt."""
@@ -28,9 +28,9 @@ class Volume(Section):
     """Busiest hour over the mean one: machines are bought for it."""
     hours_per_month: float = Field(730.0, gt=0, le=744)
     """Hours a month that machines are paid for; fewer where they are switched off at night."""
-    growth_per_month: float = Field(0.0, gt=-1)
+    growth_per_month: float = Field(0.0, gt=-1, le=10)
     """Share by which documents grow each month."""
-    horizon_months: int = Field(12, ge=1)
+    horizon_months: int = Field(12, ge=1, le=120)
     """Months over which what is paid once is spread, and over which growth is looked at."""
 
 

@@ -29,13 +29,22 @@ def _money(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
 
 
+def _quality_name(tree: dict[str, Any]) -> str:
+    return "accuracy" if any(o["accuracy"] for o in tree["options"]) else "F1"
+
+
+def _quality(option: dict[str, Any]) -> str:
+    figure = option["f1"] or option["accuracy"]
+    return "-" if figure is None else f"{figure['value']:.3f}"
+
+
 def _value(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _options(tree: dict[str, Any]) -> Table:
     table = Table(title=f"options ({tree['currency']})", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("option", "F1", "p99", "per 1,000", "a month", "machines", "net value", "even from"):
+    for name in ("option", _quality_name(tree), "p99", "per 1,000", "a month", "machines", "net value", "even from"):
         table.add_column(
             name, justify="left" if name == "option" else "right", min_width=11 if name == "option" else None
         )
@@ -46,7 +55,7 @@ def _options(tree: dict[str, Any]) -> Table:
         )
         at = "" if o["name"] == tree["proposal"] else "never" if even[o["name"]] is None else f"{even[o['name']]:,.0f}"
         machines = "-" if o["utilisation"] is None else f"{o['machines']:,} at {o['utilisation']:.0%}"
-        table.add_row(name + (", out" if o["out"] else ""), "-" if o["f1"] is None else f"{o['f1']['value']:.3f}",
+        table.add_row(name + (", out" if o["out"] else ""), _quality(o),
                       "-" if o["latency_p99_s"] is None else f"{o['latency_p99_s']:.3g} s", _money(o["per_1000_documents"]),
                       _money(o["per_month"]), machines, _money(o["net_value_per_month"]), at)  # fmt: skip
     return table

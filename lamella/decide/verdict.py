@@ -89,7 +89,8 @@ _OF_CHOICE = {"machine an hour": "machine_per_hour", "documents per second": "do
               "re-training": "retrain", "staff hours a month": "staff_hours_per_month",
               "other a month": "per_month", "p99": "latency_p99_s", "share of the bound": "share",
               "input tokens": "own_input_tokens", "output tokens": "own_output_tokens"}  # fmt: skip
-_WITHIN = {"peak factor": (1.0, math.inf), "hours a month": (0.0, 744.0), "share of the bound": (0.0, 1.0)}
+_WITHIN = {"peak factor": (1.0, math.inf), "hours a month": (0.0, 744.0), "share of the bound": (0.0, 1.0),
+           "growth a month": (-1.0, 10.0)}  # fmt: skip
 """Values that an input cannot have lie outside."""
 
 
@@ -212,7 +213,8 @@ def range_of(case: Case, name: str, value: float) -> tuple[float, float]:
     if name.endswith(": quality gain") and g.low < g.high:
         return g.low, g.high
     low, high = _within(name)
-    return max(low, 0.5 * value) if value > 0 else value * 2, min(high, 2 * value) if value > 0 else value / 2
+    ends = sorted((0.5 * value, 2 * value))
+    return max(low, ends[0]), min(high, ends[1])
 
 
 def sensitivity(case: Case, ranges: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:

@@ -498,3 +498,23 @@ def test_nowhere_below_the_break_even_is_it_cheaper(own, world, price):
         end = replace(world, documents=machines * step)
         cheaper = cost(own, end).total < cost(api, end).total * (1 - 1e-9)
         assert not cheaper or (even is not None and even <= end.documents)
+
+
+def test_with_a_cost_of_wrong_labels_accuracy_counts(tmp_path):
+    file = write(tmp_path)
+    file.write_text(file.read_text().replace("per_f1_point_per_month = 100.0", "per_wrong_label = 0.02"))
+    tree, _ = decide(load_decide(file))
+    tuned = tree["options"][1]
+    assert tuned["f1"] is None and tuned["accuracy"]["value"] == 0.78
+    assert tuned["gain_per_month"] == pytest.approx(0.08 * 500_000 * 0.02)
+    assert any(s.startswith("its accuracy is +8.00 points [+3.00, +13.00]") for s in tree["because"])
+
+
+def test_any_growth_can_be_looked_at():
+    for growth in (-0.5, 0.05, 10.0):
+        case = replace(CASE, growth=growth, choices=(API, replace(OWN, gain=Gain())))
+        rows = sensitivity(case, {})
+        (row,) = [r for r in rows if r["input"] == "growth a month"]
+        assert -1 <= row["low"] < row["high"] <= 10
+        for found in flips(case):
+            assert judge(changed(case, found.name, found.at)) == found.verdict != judge(case)
