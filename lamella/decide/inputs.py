@@ -171,7 +171,10 @@ def _catalogue(option: Option, sources: Sources) -> float:
     from lamella.hardware.machines import open_machine
 
     assert option.machine is not None
-    prices = [device.price for device in open_machine(option.machine).devices]
+    try:
+        prices = [device.price for device in open_machine(option.machine).devices]
+    except UserError as error:
+        raise sources.wrong(option, f"machine {option.machine!r}: {error.what}", error.fix) from error
     known = [price for price in prices if price is not None]
     if len(known) < len(prices):
         raise sources.wrong(option, f"the catalogue has no price of {option.machine}", "give machine_per_hour")
@@ -218,7 +221,10 @@ def _price(option: Option, sources: Sources) -> dict[str, Any]:
     money = None if found is None else found[0].money
     currency = sources.config.currency
     if option.price is not None:
-        price = price_of(option.price)
+        try:
+            price = price_of(option.price)
+        except UserError as error:
+            raise sources.wrong(option, error.what, error.fix) from error
         told = files.Prices(**price.to_json())
         said_in = price.currency
     elif money is not None and money.prices.input_per_mtok is not None:

@@ -128,7 +128,7 @@ def because(case: Case, sources: Sources, money: Any) -> list[str]:
             said.append(f"{c.name} is out: {why_out(c, case.world)}")
     said += sources.worse
     even = break_even(p, current, case.world)
-    said.append(f"it costs no more than {current.name} from {even:,.0f} documents a month on" if even is not None
+    said.append(f"it first costs no more than {current.name} at {even:,.0f} documents a month" if even is not None
                 else f"it costs more than {current.name} at any volume")  # fmt: skip
     return said
 
@@ -171,7 +171,12 @@ def _flip_text(f: Flip) -> str:
     scale = 10.0**digits
     rounded = (math.ceil if up else math.floor)(f.at * scale) / scale
     times = f", {f.at / f.now:.3g} times" if f.at * f.now > 0 else ""
-    return f"{f.name} {'at least' if up else 'at most'} {rounded:,.6g} (now {f.now:,.6g}{times}): {f.verdict}"
+    return f"{f.name} {'at least' if up else 'at most'} {plain(rounded)} (now {plain(f.now)}{times}): {f.verdict}"
+
+
+def plain(value: float) -> str:
+    """Without an exponent where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def figures(case: Case, currency: str) -> list[Figure]:

@@ -9,7 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-BAR = 20
+from lamella.decide.run import plain
+
+BAR = 14
 
 
 def show(tree: dict[str, Any]) -> Group:
@@ -38,13 +40,9 @@ def _quality(option: dict[str, Any]) -> str:
     return "-" if figure is None else f"{figure['value']:.3f}"
 
 
-def _value(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def _options(tree: dict[str, Any]) -> Table:
     table = Table(title=f"options ({tree['currency']})", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("option", _quality_name(tree), "p99", "per 1,000", "a month", "machines", "net value", "even from"):
+    for name in ("option", _quality_name(tree), "p99", "per 1,000", "a month", "used", "net value", "even from"):
         table.add_column(
             name, justify="left" if name == "option" else "right", min_width=11 if name == "option" else None
         )
@@ -54,7 +52,7 @@ def _options(tree: dict[str, Any]) -> Table:
             " (now)" if o["name"] == tree["current"] else " (proposed)" if o["name"] == tree["proposal"] else ""
         )
         at = "" if o["name"] == tree["proposal"] else "never" if even[o["name"]] is None else f"{even[o['name']]:,.0f}"
-        machines = "-" if o["utilisation"] is None else f"{o['machines']:,} at {o['utilisation']:.0%}"
+        machines = "-" if o["utilisation"] is None else f"{o['machines']:,} x {o['utilisation']:.0%}"
         table.add_row(name + (", out" if o["out"] else ""), _quality(o),
                       "-" if o["latency_p99_s"] is None else f"{o['latency_p99_s']:.3g} s", _money(o["per_1000_documents"]),
                       _money(o["per_month"]), machines, _money(o["net_value_per_month"]), at)  # fmt: skip
@@ -83,6 +81,6 @@ def _sensitivity(tree: dict[str, Any], most: int = 10) -> Table:
         less, more = max(0.0, -min(ends)), max(0.0, *ends)
         bars = ["█" * round(BAR * x / widest / 2) for x in (less, more)]
         turns = [f"{end}: {r[f'verdict_{end}']}" for end in ("low", "high") if r[f"verdict_{end}"] != tree["verdict"]]
-        table.add_row(r["input"], _value(r["low"]), _value(r["high"]), *bars, _money(r["net_low"]), _money(r["net_high"]),
+        table.add_row(r["input"], plain(r["low"]), plain(r["high"]), *bars, _money(r["net_low"]), _money(r["net_high"]),
                       ", ".join(turns))  # fmt: skip
     return table

@@ -518,3 +518,11 @@ def test_any_growth_can_be_looked_at():
         assert -1 <= row["low"] < row["high"] <= 10
         for found in flips(case):
             assert judge(changed(case, found.name, found.at)) == found.verdict != judge(case)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["decide", "decide.toml", "-o", "file"])
+    assert isinstance(result.exception, UserError) and "file: cannot be written" in str(result.exception)
