@@ -236,8 +236,8 @@ def test_the_receipt_tells_how_the_experts_were_loaded(real_config):
         assert len(load) == len({name.split(".")[2] for name in load}) >= 2
         active = fixtures.moe_config().num_experts_per_tok
         for counts in load.values():
-            # the first step also measures the bare base: tokens of its first micro-batch are seen once more
+            # the first step measures the bare base too, and what is recomputed is seen again
             assert (
-                tokens * active <= sum(counts) <= 2 * tokens * active
+                tokens * active <= sum(counts) <= 3 * tokens * active
                 and len(counts) == fixtures.moe_config().num_experts
             )
