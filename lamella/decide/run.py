@@ -145,7 +145,7 @@ def would_change(case: Case, found: Sequence[Flip], most: int = 6) -> list[str]:
         if judge(other) != judge(case):
             return [*said, f"{words}: {judge(other)}"]
         if more:
-            return [*said, *(f"{words}, and {_flip_text(f)}" for f in more[:most])]
+            return [*said, *(f"{words}: {_flip_text(f)}" for f in more[:most])]
     return said
 
 
@@ -155,13 +155,14 @@ def _relaxed(case: Case) -> Iterator[tuple[str, Case]]:
     slow = why_out(p, case.world) and not p.out
     ahead = [c.name for c in rivals_of(case) if case.net_of(c.name) > max(case.net, 0.0)]
     alone = replace(case, choices=tuple(c for c in case.choices if c.name not in ahead))
-    quick, none = "were it within the latency target at this cost", f"were there no {' and no '.join(ahead)}"
+    names = " and ".join(f'"{name}"' for name in ahead)
+    quick, none = "were it within the latency target at this cost", f"without the option {names}"
     if slow:
         yield quick, fast_enough(case)
     if ahead:
         yield none, alone
     if slow and ahead:
-        yield f"{quick} and {none.removeprefix('were ')}", fast_enough(alone)
+        yield f"{quick}, {none}", fast_enough(alone)
 
 
 def _flip_text(f: Flip) -> str:
