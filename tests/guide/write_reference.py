@@ -21,8 +21,8 @@ from lamella.store.formats import Formats
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 FILES: tuple[tuple[str, type[BaseModel], str], ...] = (
-    ("run.toml", RunConfig, "`lamella train`, `lamella plan`, `lamella data`; `lamella init` writes one. Every key can be set on the command "
-     "line: `train.steps=100`."),
+    ("run.toml", RunConfig, "`lamella train`, `lamella plan`, `lamella data`; `lamella init` writes one. Every key can be set on the "
+     "command line: `train.steps=100`."),
     ("task.toml", TaskConfig, "`lamella eval`, `lamella compare`, and adapters of `lamella serve`."),
     ("task.toml of spans", SpanTaskConfig, "`lamella compare`: tasks whose answer is a list of entities."),
     ("compare.toml", CompareConfig, "`lamella compare`."),
