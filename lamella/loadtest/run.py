@@ -118,7 +118,10 @@ def _level(
              **summarise(samples, duration_s, plan.targets or {})}  # fmt: skip
     if not level["requests"]["ok"] and not level["requests"]["rejected"]:
         said = level["errors"][0]["said"] if level["errors"] else ""
-        raise UserError(f"{name}: none of {len(samples)} requests was answered: {said}", fix="look at the server, the model's name and the key")  # fmt: skip
+        raise UserError(
+            f"{name}: none of {len(samples)} requests was answered: {said}",
+            fix="look at the server, the model's name and the key",
+        )
     level["notes"] = _notes(plan, level)
     return level
 
