@@ -96,7 +96,7 @@ def loadtest(
     else:
         from lamella.loadtest.tools import run_tool
 
-        tree = run_tool(tool, plan, models, synthetic, task is not None or prompts is not None, output)
+        tree = run_tool(tool, plan, models, asked, output)
     for note in dict.fromkeys(note for level in tree["levels"] for note in level["notes"]):
         notice(note)
     for level in tree["levels"]:

@@ -146,8 +146,10 @@ def summarise(samples: Sequence[Sample], duration_s: float, targets: Mapping[str
     for name in TARGETS:
         tree[f"{name}_s"] = figures([v for s in ok if (v := s.value(name)) is not None])
     labels = [s.answer.label for s in ok if s.answer.label is not None]
-    kinds = ("completed", "truncated", "invalid")
-    tree["labels"] = {kind: labels.count(kind) for kind in kinds} if labels else None
+    tree["labels"] = None
+    if labels:
+        tree["labels"] = {"completed": labels.count("completed"), "truncated": labels.count("truncated"),
+                          "invalid": labels.count("invalid")}  # fmt: skip
     tree["tokens"] = {name: _total(ok, name) for name in ("input", "output", "reasoning")}
     output = tree["tokens"]["output"]
     tree["throughput"] = {

@@ -1,5 +1,6 @@
 import asyncio
 import heapq
+import itertools
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_late_client_is_part_of_the_latency():
 def test_arrivals_are_poisson_and_seeded():
     times = list(arrivals(20.0, 1, Until(duration_s=200)))
     assert times == list(arrivals(20.0, 1, Until(duration_s=200))) != list(arrivals(20.0, 2, Until(duration_s=200)))
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.05, rel=0.05) and spread == pytest.approx(mean, rel=0.1)

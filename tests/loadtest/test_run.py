@@ -9,7 +9,7 @@ from lamella.cli import app
 from lamella.errors import UserError
 from lamella.eval.labels import LabelParser
 from lamella.loadtest.drive import Until
-from lamella.loadtest.prompts import Models, Prompt, in_turn, made_up, of_jsonl, of_task, read_models
+from lamella.loadtest.prompts import Models, Prompt, in_turn, made_up, of_jsonl, read_models
 from lamella.loadtest.run import Plan, base_of, run, the_only_model
 from lamella.loadtest.settings import read_levels, read_prompts
 from lamella.loadtest.table import show
@@ -23,7 +23,8 @@ def event(text="", reasoning="", finish=None):
     return {"choices": [{"delta": {"content": text, "reasoning_content": reasoning}, "finish_reason": finish}]}
 
 
-USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 1}}}  # fmt: skip
+COUNTS = {"prompt_tokens": 7, "completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 1}}
+USAGE = {"choices": [], "usage": COUNTS}
 ANSWERS = {
     "good": [event(reasoning="hm"), event("po"), event("s", finish="stop"), USAGE],
     "thinks": [event("<think>so long"), event(" and on", finish="length"), USAGE],
@@ -86,7 +87,7 @@ def test_statuses_are_counted_apart_and_the_key_stays_hidden(tmp_path, monkeypat
     assert KEY not in file.read_text() and json.loads(file.read_text()) == tree
     [section] = sections_of(tmp_path)
     assert "not as expected" not in str(section) and "12 sent, 6 answered" in str(section)
-    assert show(tree).row_count == 13
+    assert show(tree).row_count == 14
 
 
 def test_classify_has_no_tokens_and_counts_only_real_labels(tmp_path):
@@ -145,7 +146,7 @@ def test_prompts_from_files(tmp_path):
     (tmp_path / "task.toml").write_text('name = "t"\ntest = "test.jsonl"\nprompt = "{text}?"\nmax_new_tokens = 9\n')
     prompts, most = read_prompts(tmp_path / "task.toml", None, None, 0)
     assert (len(prompts), most, prompts[0].messages[-1]["content"]) == (4, 9, "t0?")
-    assert prompts[0].labels == ("neg", "pos") and of_task
+    assert prompts[0].labels == ("neg", "pos")
     file = tmp_path / "p.jsonl"
     file.write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}], "tenant": "b"}\n')
     assert [p.tenant for p in of_jsonl(file)] == ["", "b"]
