@@ -13,6 +13,8 @@ from lamella.report.tables import Table
 from lamella.units import format_bytes, format_seconds
 
 Chart = dict[str, Any]
+NOTHING = 1e-6
+"""In any unit: what is planned with less has no ratio."""
 
 
 def number(value: float | None) -> float | None:
@@ -113,7 +115,7 @@ def pairs(title: str, rows: Sequence[tuple[str, str, float | None, float | None]
     cells = []
     drawn = []
     for what, unit, planned, measured in rows:
-        ratio = measured / planned if planned and measured is not None else None
+        ratio = measured / planned if planned and abs(planned) > NOTHING and measured is not None else None
         cells.append([what, shown(planned, unit), shown(measured, unit), "-" if ratio is None else f"{ratio:.2f}x"])
         if ratio is not None:
             drawn.append(

@@ -329,7 +329,7 @@ def topology(run: RunFiles, seen: dict[str, Any] | None) -> dict[str, Any]:
             links.append(
                 (name, disk, f"{(seen_rate or h['disk']['read_bytes_per_s']) / 1e9:.2f} GB/s", bool(seen_rate) or real)
             )
-    note = "" if real else "Rates that were not measured are drawn dashed; `lamella probe` measures them."
+    note = "" if real else "Rates that were not measured are drawn dashed; lamella probe measures them."
     measured = [[x["link"], charts.shown(x["bytes"], "B"), charts.shown(x["bytes_per_step"], "B"), charts.shown(x["bytes_per_s"], "B/s")]
                 for x in (seen or {}).get("links", [])]  # fmt: skip
     table = Table(

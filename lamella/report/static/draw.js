@@ -99,13 +99,13 @@ const draw = (() => {
     pairs(chart) {
       const o = base(chart);
       o.legend.show = false;
-      o.grid.top = 12;
-      const far = Math.max(1.5, ...chart.rows.map((r) => r.ratio)), low = Math.min(.5, ...chart.rows.map((r) => r.ratio || 1));
+      o.grid.top = 24;
+      const far = Math.min(20, Math.max(1.5, ...chart.rows.map((r) => r.ratio))), low = Math.min(.5, ...chart.rows.map((r) => r.ratio || 1));
       o.tooltip = { ...o.tooltip, trigger: "axis", axisPointer: { type: "shadow" }, formatter: (p) => { const r = chart.rows[p[0].dataIndex]; return `${text(r.name)}<br>planned ${text(r.planned)}, measured ${text(r.measured)} (${r.ratio.toFixed(2)}x)`; } };
       o.xAxis = o.axis({ type: "log", min: Math.max(low * .9, .01), max: far * 1.1, axisLabel: { color: css("--soft"), formatter: (v) => `${trim(v)}x` } });
       o.yAxis = o.axis({ type: "category", inverse: true, data: chart.rows.map((r) => r.name), axisLabel: { color: css("--ink"), width: 190, overflow: "truncate" } });
       o.series = [{ type: "bar", barMaxWidth: 16, data: chart.rows.map((r) => ({ value: r.ratio, itemStyle: { color: Math.abs(Math.log(r.ratio)) < Math.log(1.1) ? palette()[2] : palette()[1] } })),
-        markLine: { symbol: "none", silent: true, label: { formatter: "as planned", color: css("--soft") }, lineStyle: { color: css("--ink") }, data: [{ xAxis: 1 }] } }];
+        markLine: { symbol: "none", silent: true, label: { formatter: "as planned", position: "start", color: css("--soft") }, lineStyle: { color: css("--ink") }, data: [{ xAxis: 1 }] } }];
       o.height = Math.max(180, 50 + 26 * chart.rows.length);
       return finish(o);
     },
