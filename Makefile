@@ -10,7 +10,7 @@ HOST_PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 pyth
 SOURCES_C := $(shell find lamella -name '*.c' -o -name '*.h' 2>/dev/null)
 ARGS ?=
 
-.PHONY: demo test test-slow test-distributed test-engines test-serve test-web test-log engines bench lint format clean
+.PHONY: demo test test-slow test-distributed test-engines test-serve test-web test-log docs web engines bench lint format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m lamella demo $(ARGS)
@@ -36,7 +36,25 @@ test-serve: $(VENV)/.dev
 # Pages in headless Chromium.
 test-web: $(VENV)/.dev
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	@command -v npm >/dev/null && $(MAKE) --no-print-directory web/node_modules || echo "no npm: the page is not checked with axe"
 	$(PY) -m pytest -m web --timeout 600 tests/report $(ARGS)
+
+# The documentation as a site, in build/site; broken links fail.
+docs: .docs-venv/.made
+	.docs-venv/bin/python -m mkdocs build --quiet
+
+.docs-venv/.made: requirements-docs.txt
+	$(HOST_PYTHON) -m venv .docs-venv
+	.docs-venv/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
+# The charts of the page of runs: needs Node, and writes a file that is committed.
+web: web/node_modules
+	cd web && npm run build
+
+web/node_modules: web/package.json web/package-lock.json
+	cd web && npm ci --no-audit --no-fund
+	touch $@
 
 # A run's figures in real trackers.
 test-log: .log-venv/.made
@@ -102,7 +120,7 @@ format: $(VENV)/.dev
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .bench-venv* .log-venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
+	rm -rf $(VENV) .bench-venv* .log-venv .docs-venv web/node_modules .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs stores
 	find lamella -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

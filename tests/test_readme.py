@@ -1,5 +1,7 @@
-"""The README's worked run, executed as it stands: every ```bash block, in order, in a copy of the repository's files."""
+"""The README's worked run, and the tutorial's after it, executed as they stand: every ```bash block, in order, in a copy of the
+repository's files."""
 
+import json
 import os
 import re
 import shutil
@@ -12,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+def blocks(file: str = "README.md") -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", (ROOT / file).read_text(), flags=re.M | re.S)
 
 
 def test_readme_is_short_and_names_files_that_exist():
@@ -33,7 +35,7 @@ def test_worked_run(tmp_path):
     if cached.is_dir():  # what `make demo` fetched before
         (tmp_path / ".cache").mkdir()
         (tmp_path / ".cache" / "demo").symlink_to(cached)
-    for block in blocks():
+    for block in (*blocks(), *blocks("docs/tutorial.md")):
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env={**os.environ, "PATH": path},
             capture_output=True, text=True, check=False,
@@ -41,3 +43,7 @@ def test_worked_run(tmp_path):
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "runs" / "tenants" / "receipt.json").is_file()
     assert (tmp_path / "runs" / "tenants" / "adapter_model.safetensors").is_file()
+    compared = json.loads((tmp_path / "runs" / "compare-tickets" / "compare.json").read_text())
+    assert [c["name"] for c in compared["candidates"]] == ["base", "tuned", "TF-IDF"] and compared["rows"] == 12
+    assert json.loads((tmp_path / "runs" / "tickets" / "receipt.json").read_text())["status"] == "ok"
+    assert (tmp_path / "report.html").stat().st_size > 500_000

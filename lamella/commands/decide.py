@@ -27,13 +27,19 @@ def decide(
     from lamella.decide.run import decide as run
     from lamella.decide.settings import load_decide
     from lamella.decide.table import show
+    from lamella.errors import UserError
     from lamella.files import write_json
 
     config = load_decide(file)
     tree, figures = run(config)
     folder = output or Path("runs") / f"decide-{config.name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "decide.json", tree)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "decide.json", tree)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}", fix="give another folder with -o", path=folder
+        ) from error
     if as_json:
         typer.echo(
             json.dumps({**tree, "explained": [f.__dict__ for f in figures]} if explain else tree, ensure_ascii=False)

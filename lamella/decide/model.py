@@ -1,6 +1,8 @@
 """Money: what each option costs and earns. All inputs are named numbers, so that each can be changed alone.
 
     self-hosted a month = machines x price an hour x hours      machines = ceil(documents x peak / (documents/s x 3600 x hours))
+    documents/s         = given, or from a plan's bounds at b sequences: share / (output tokens / written/s + input tokens / read/s)
+    p99 from a plan     = spread x b / (documents/s)            (Little's law), at the b with most documents/s that meets the target
     API a month         = documents x (input tokens x price + output tokens x price) / 10^6
     both                + (once + staff hours once x rate) / horizon + retrain / every + (staff hours x rate + other) a month
     gain a month        = F1 points over the current option x worth of a point       (or fewer wrong labels x cost of one)
@@ -43,6 +45,15 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Point:
+    """Bounds of one machine at so many sequences at once, from a plan: tokens a second of all together."""
+
+    sequences: int
+    written_per_s: float
+    read_per_s: float
+
+
+@dataclass(frozen=True)
 class Choice:
     """One option with its numbers.
 
@@ -50,6 +61,9 @@ class Choice:
         hosted: whether on one's own machines. machine_per_hour, documents_per_s: of one machine.
         input_price, output_price: per million tokens. out: why it is no choice; "" if it is one.
         retrain_every: months; inf: never.
+        points: what a plan says, in the place of documents_per_s and latency_p99_s; share: of these bounds that a server reaches;
+            spread: p99 over mean latency.
+        own_input_tokens, own_output_tokens: of a document, where this option's differ from the others'; None: they do not.
     """
 
     name: str
@@ -69,6 +83,11 @@ class Choice:
     quality: tuple[float, float | None, float | None] | None = None
     gain: Gain = field(default_factory=Gain)
     out: str = ""
+    points: tuple[Point, ...] = ()
+    share: float = 1.0
+    spread: float = 1.0
+    own_input_tokens: float | None = None
+    own_output_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,8 @@ class World:
     worth: float
     """Of 0.01 of F1 a month; or of one wrong label."""
     by_label: bool = False
+    latency_target: float = math.inf
+    """Seconds: an option whose p99 is above is out."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +123,53 @@ class Cost:
         return sum(self.parts.values())
 
 
+def tokens(choice: Choice, world: World) -> tuple[float, float]:
+    """Input and output tokens of a document."""
+    given = choice.own_input_tokens, choice.own_output_tokens
+    return (world.input_tokens if given[0] is None else given[0], world.output_tokens if given[1] is None else given[1])
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one machine: documents a second, and seconds of an answer (None: unknown) at so many sequences at once (0: unknown)."""
+
+    documents_per_s: float
+    latency_p99_s: float | None
+    sequences: int = 0
+
+
+def paces(choice: Choice, world: World) -> list[Pace]:
+    """What a plan's points give."""
+    read, written = tokens(choice, world)
+    found = []
+    for p in choice.points:
+        rate = choice.share / (written / p.written_per_s + read / p.read_per_s)
+        found.append(Pace(rate, choice.spread * p.sequences / rate, p.sequences))
+    return found
+
+
+def pace(choice: Choice, world: World) -> Pace:
+    """Most documents a second within the latency target; where no point meets it, the quickest answers."""
+    if not choice.points:
+        return Pace(choice.documents_per_s, choice.latency_p99_s)
+    ways = paces(choice, world)
+    meeting = [p for p in ways if p.latency_p99_s is not None and p.latency_p99_s <= world.latency_target]
+    if meeting:
+        return max(meeting, key=lambda p: p.documents_per_s)
+    return min(ways, key=lambda p: p.latency_p99_s or 0.0)
+
+
+def why_out(choice: Choice, world: World) -> str:
+    """Why an option is no choice; "" if it is one."""
+    latency = pace(choice, world).latency_p99_s
+    if not choice.out and latency is not None and latency > world.latency_target:
+        return f"its p99 of {latency:.3g} s misses the target of {world.latency_target:.3g} s"
+    return choice.out
+
+
 def capacity_of_one(choice: Choice, world: World) -> float:
     """Documents a month that one machine answers at full load."""
-    return choice.documents_per_s * SECONDS * world.hours
+    return pace(choice, world).documents_per_s * SECONDS * world.hours
 
 
 def fixed(choice: Choice, world: World) -> dict[str, float]:
@@ -119,7 +184,8 @@ def fixed(choice: Choice, world: World) -> dict[str, float]:
 
 def token_price(choice: Choice, world: World) -> float:
     """Of a document at an API."""
-    return (world.input_tokens * choice.input_price + world.output_tokens * choice.output_price) / MILLION
+    read, written = tokens(choice, world)
+    return (read * choice.input_price + written * choice.output_price) / MILLION
 
 
 def cost(choice: Choice, world: World) -> Cost:
@@ -144,9 +210,9 @@ def net(choice: Choice, current: Choice, world: World, low: bool = False) -> flo
 
 
 def break_even(choice: Choice, other: Choice, world: World) -> float | None:
-    """Fewest documents a month at which `choice` costs no more than `other`; None: at no volume up to 10^12.
+    """Fewest documents a month at which `choice` costs no more than `other`; None: at no volume (found by halving: up to 10^12).
 
-    With whole machines the cost of one's own is a staircase: each stair is looked at.
+    With whole machines the cost of one's own is a staircase: just above, at the next stair, it may cost more again.
     """
     if choice.hosted and not other.hosted:
         price, extra = token_price(other, world), sum(fixed(choice, world).values()) - sum(fixed(other, world).values())
@@ -154,14 +220,12 @@ def break_even(choice: Choice, other: Choice, world: World) -> float | None:
             return None
         step = capacity_of_one(choice, world) / world.peak
         machine = choice.machine_per_hour * world.hours
-        for machines in range(1, 100_001):
-            first = (machines - 1) * step
-            wanted = max((machines * machine + extra) / price, first, 0.0)
-            if wanted <= machines * step:
-                return wanted
-            if machine >= price * step and machines > 1:
-                return None  # every further machine costs more than it saves
-        return None
+        if machine + extra <= price * step:
+            return max(0.0, (machine + extra) / price)
+        if machine >= price * step:
+            return None  # every further machine costs more than it saves
+        machines = math.ceil(extra / (price * step - machine))  # the first stair whose far end is paid for
+        return max((machines * machine + extra) / price, (machines - 1) * step)
     return _scan(choice, other, world)
 
 
@@ -186,12 +250,12 @@ def _scan(choice: Choice, other: Choice, world: World) -> float | None:
 
 
 def over_utilisation(choice: Choice, world: World) -> list[tuple[float, float]]:
-    """(utilisation, money per 1,000 documents) of one machine; of an API the price does not depend on it."""
+    """(utilisation, money per 1,000 documents) of one machine; of an API at the world's volume, as it has none."""
     found = []
     for k in range(1, 21):
         share = k / 20
         if not choice.hosted:
-            found.append((share, 1000 * token_price(choice, world)))
+            found.append((share, 1000 * cost(choice, world).total / world.documents))
             continue
         documents = share * capacity_of_one(choice, world)
         month = choice.machine_per_hour * world.hours + sum(fixed(choice, world).values())

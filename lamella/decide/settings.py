@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from lamella.config import Section, explain_validation
 from lamella.endpoint.prices import GivenPrice
@@ -18,7 +18,7 @@ Kind = Literal["self-hosted tuned", "self-hosted base", "API base", "API tuned"]
 
 
 class Volume(Section):
-    documents_per_month: float = Field(gt=0)
+    documents_per_month: float = Field(gt=0, le=1e12)
     """Documents a month."""
     input_tokens: float = Field(0.0, ge=0)
     """Of a document's prompt."""
@@ -28,9 +28,9 @@ class Volume(Section):
     """Busiest hour over the mean one: machines are bought for it."""
     hours_per_month: float = Field(730.0, gt=0, le=744)
     """Hours a month that machines are paid for; fewer where they are switched off at night."""
-    growth_per_month: float = Field(0.0, gt=-1)
+    growth_per_month: float = Field(0.0, gt=-1, le=10)
     """Share by which documents grow each month."""
-    horizon_months: int = Field(12, ge=1)
+    horizon_months: int = Field(12, ge=1, le=120)
     """Months over which what is paid once is spread, and over which growth is looked at."""
 
 
@@ -55,6 +55,29 @@ class Quality(Section):
     high: float | None = Field(None, ge=0, le=1)
     """Upper end."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Quality:
+        if (self.low is None) != (self.high is None):
+            raise ValueError("give both ends of the interval, or none")
+        if self.low is not None and self.high is not None and not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.value:g} is not within {self.low:g} to {self.high:g}")
+        return self
+
+
+class GivenGain(Section):
+    value: float = Field(ge=-1, le=1)
+    """Quality less the current option's, as a share: 0.076 is 7.6 points."""
+    low: float = Field(ge=-1, le=1)
+    """Lower end of its 95 % interval."""
+    high: float = Field(ge=-1, le=1)
+    """Upper end."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GivenGain:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.value:g} is not within {self.low:g} to {self.high:g}")
+        return self
+
 
 class Option(Section):
     name: str = Field(min_length=1)
@@ -65,6 +88,12 @@ class Option(Section):
     """Its name in a comparison: quality, price, latency and tokens come from there."""
     quality: Quality | None = None
     """By hand; in the place of a comparison's."""
+    gain: GivenGain | None = None
+    """Difference to the current option by hand, where only that is known."""
+    input_tokens: float | None = Field(None, ge=0)
+    """Of a document, where this option's prompt differs; None: as `volume` or its candidate has it."""
+    output_tokens: float | None = Field(None, ge=0)
+    """Of an answer, thinking included, where this option's differs."""
     price: GivenPrice | str | None = None
     """Of an API, per million tokens, by hand with its date or "provider:model"; None: the comparison's."""
     machine: str | None = None
@@ -78,7 +107,11 @@ class Option(Section):
     load_test: Path | None = None
     """loadtest.json: documents per second and latency are its own."""
     plan: Path | None = None
-    """plan.json with a serving preview: documents per second are at most its bound over output_tokens."""
+    """plan.json (`lamella plan --json`) with a serving preview: its bounds give documents per second and latency."""
+    plan_format: Literal["bf16", "fp8", "nf4"] | None = None
+    """Format of the weights in the plan; None: the most exact that fits."""
+    p99_over_mean: float = Field(2.0, ge=1)
+    """p99 over mean latency, with a plan, which knows the mean alone."""
     plan_share: float = Field(0.5, gt=0, le=1)
     """Share of a plan's bound that a server is taken to reach."""
     latency_p99_s: float | None = Field(None, gt=0)
@@ -96,6 +129,11 @@ class Option(Section):
     per_month: float = Field(0.0, ge=0)
     """Any other cost a month."""
 
+    @property
+    def hosted(self) -> bool:
+        """Whether it runs on machines of one's own."""
+        return self.kind.startswith("self-hosted")
+
     @field_validator("price_date")
     @classmethod
     def _check_date(cls, value: str | None) -> str | None:
@@ -105,7 +143,7 @@ class Option(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Option:
-        hosted = self.kind.startswith("self-hosted")
+        hosted = self.hosted
         if hosted and self.price is not None:
             raise ValueError(f"{self.name!r} is {self.kind}: `price` is for APIs; give machine or machine_per_hour")
         if not hosted and (
@@ -148,6 +186,12 @@ class DecideConfig(Section):
     """Ranges of inputs (names as `--explain` prints them), low and high; others go from half to twice."""
     options: tuple[Option, ...]
     """What there is to choose from."""
+    _file: Path | None = PrivateAttr(None)
+
+    @property
+    def file(self) -> Path | None:
+        """Where it was read."""
+        return self._file
 
     @model_validator(mode="after")
     def _check(self) -> DecideConfig:
@@ -176,9 +220,11 @@ def load_decide(path: Path) -> DecideConfig:
         raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
     _anchor(tree, path.parent)
     try:
-        return DecideConfig.model_validate_json(json.dumps(tree, default=str))
+        config = DecideConfig.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise explain_validation(error, path, DecideConfig) from error
+    config._file = path
+    return config
 
 
 def _anchor(tree: dict[str, Any], folder: Path) -> None:

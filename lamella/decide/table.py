@@ -9,7 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-BAR = 24
+from lamella.decide.run import plain
+
+BAR = 14
 
 
 def show(tree: dict[str, Any]) -> Group:
@@ -29,25 +31,36 @@ def _money(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
 
 
+def _quality_name(tree: dict[str, Any]) -> str:
+    return "accuracy" if any(o["accuracy"] for o in tree["options"]) else "F1"
+
+
+def _quality(option: dict[str, Any]) -> str:
+    figure = option["f1"] or option["accuracy"]
+    return "-" if figure is None else f"{figure['value']:.3f}"
+
+
 def _options(tree: dict[str, Any]) -> Table:
     table = Table(title=f"options ({tree['currency']})", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("option", "kind", "F1", "per 1,000", "a month", "machines", "used", "gain", "net value", "break-even"):
-        table.add_column(name, justify="left" if name in ("option", "kind") else "right")
+    for name in ("option", _quality_name(tree), "p99", "per 1,000", "a month", "used", "net value", "even from"):
+        table.add_column(
+            name, justify="left" if name == "option" else "right", min_width=11 if name == "option" else None
+        )
     even = {b["against"]: b["documents_per_month"] for b in tree["break_even"]}
     for o in tree["options"]:
         name = o["name"] + (
             " (now)" if o["name"] == tree["current"] else " (proposed)" if o["name"] == tree["proposal"] else ""
         )
         at = "" if o["name"] == tree["proposal"] else "never" if even[o["name"]] is None else f"{even[o['name']]:,.0f}"
-        table.add_row(name + (", out" if o["out"] else ""), o["kind"], "-" if o["f1"] is None else f"{o['f1']['value']:.3f}",
-                      _money(o["per_1000_documents"]), _money(o["per_month"]), str(o["machines"] or "-"),
-                      "-" if o["utilisation"] is None else f"{o['utilisation']:.0%}", _money(o["gain_per_month"]),
-                      _money(o["net_value_per_month"]), at)  # fmt: skip
+        machines = "-" if o["utilisation"] is None else f"{o['machines']:,} x {o['utilisation']:.0%}"
+        table.add_row(name + (", out" if o["out"] else ""), _quality(o),
+                      "-" if o["latency_p99_s"] is None else f"{o['latency_p99_s']:.3g} s", _money(o["per_1000_documents"]),
+                      _money(o["per_month"]), machines, _money(o["net_value_per_month"]), at)  # fmt: skip
     return table
 
 
 def _sensitivity(tree: dict[str, Any], most: int = 10) -> Table:
-    """Net value at each input's ends, as bars around the value now."""
+    """Net value at each input's ends, as bars around the value now; verdicts where they change."""
     rows = tree["sensitivity"][:most]
     now = tree["net_value_per_month"]
     widest = max((abs(r[k] - now) for r in rows for k in ("net_low", "net_high")), default=0.0) or 1.0
@@ -57,16 +70,17 @@ def _sensitivity(tree: dict[str, Any], most: int = 10) -> Table:
         box=box.SIMPLE,
         pad_edge=False,
     )
-    for name in ("input", "low", "high", "less", "more", "net at low", "net at high", "verdict at low", "at high"):
+    for name in ("input", "low", "high", "less", "more", "at low", "at high", "verdict"):
         table.add_column(
             name,
-            justify="right" if name in ("low", "high", "less", "net at low", "net at high") else "left",
+            justify="right" if name in ("low", "high", "less", "at low", "at high") else "left",
             no_wrap=name in ("less", "more"),
         )
     for r in rows:
         ends = [r["net_low"] - now, r["net_high"] - now]
         less, more = max(0.0, -min(ends)), max(0.0, *ends)
         bars = ["█" * round(BAR * x / widest / 2) for x in (less, more)]
-        table.add_row(r["input"], f"{r['low']:,.4g}", f"{r['high']:,.4g}", *bars, _money(r["net_low"]), _money(r["net_high"]),
-                      r["verdict_low"], r["verdict_high"])  # fmt: skip
+        turns = [f"{end}: {r[f'verdict_{end}']}" for end in ("low", "high") if r[f"verdict_{end}"] != tree["verdict"]]
+        table.add_row(r["input"], plain(r["low"]), plain(r["high"]), *bars, _money(r["net_low"]), _money(r["net_high"]),
+                      ", ".join(turns))  # fmt: skip
     return table
