@@ -108,7 +108,9 @@ def guidellm_command(plan: Plan, model: str, concurrency: int | None, folder: Pa
 
 def _result(tool: str, command: list[str], plan: Plan, folder: Path) -> dict[str, Any]:
     key = read_key(plan.key_env)
-    environment = {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
+    environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
+    if key is not None:  # no other key goes to this server
+        environment["OPENAI_API_KEY"] = key
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -164,7 +166,6 @@ def _vllm_sample(start_s: float, took_s: float, ttft_s: float, gaps_s: list[floa
         refused = last == "Too Many Requests" or "429" in last
         return Sample(start_s, start_s, Answer(start_s + took_s, "rejected" if refused else "error", said=last))
     first_s = start_s + ttft_s
-    # vLLM's own time per output token ends with the last piece too: latency is measured there
     answer = Answer(start_s + took_s, "ok", first_s, first_s + sum(gaps_s), None, output)
     return Sample(start_s, start_s, answer)
 
