@@ -100,7 +100,7 @@ def load_test(tree: dict[str, Any], key: str, name: str) -> dict[str, Any]:
         "label_s": "completed label",
     }
     rows = [
-        [word, *(charts.shown(tree[k].get(q), "s") for q in ("p50", "p90", "p99", "mean"))]
+        [word, *(charts.shown(tree[k].get(q), "s") for q in ("p50", "p90")), _p99(tree[k]), charts.shown(tree[k].get("mean"), "s")]
         for k, word in words.items() if tree.get(k)
     ]  # fmt: skip
     chart_rows = [word for k, word in words.items() if tree.get(k)]
@@ -118,13 +118,26 @@ def load_test(tree: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     if good:
         target = ", ".join(f"{k} {v}" for k, v in good["target"].items())
         note += f" Goodput under {target}: {charts.shown(good['requests_per_s'], '')} requests/s ({charts.shown(good['share'], 'share')})."
-    return section(
-        key,
-        f"Load test: {name}",
-        [chart],
-        [Table(rows, ["", "p50", "p90", "p99", "mean"], frozenset((1, 2, 3, 4)))],
-        note,
-    )
+    latency = Table(rows, ["", "p50", "p90", "p99", "mean"], frozenset((1, 2, 3, 4)), caption="Latency")
+    return section(key, f"Load test: {name}", [chart], [latency, _levels(tree.get("levels") or [])], note)
+
+
+def _p99(figures: dict[str, Any]) -> str:
+    few = f" (of {figures['samples']})" if figures.get("few_for_p99") else ""
+    return charts.shown(figures.get("p99"), "s") + few
+
+
+def _levels(levels: Sequence[dict[str, Any]]) -> Table:
+    """One line per load, where there were several."""
+    rows = []
+    for level in levels if len(levels) > 1 else ():
+        load = f"{level['concurrency']} at a time" if level.get("concurrency") else f"{level.get('rate')} a second"
+        good = level.get("goodput") or {}
+        rows.append([load, f"{level['requests']['ok']:,}", f"{level['requests']['rejected']:,}", f"{level['requests']['errors']:,}",
+                     charts.shown(level["throughput"]["requests_per_s"], ""), charts.shown((level.get("ttft_s") or {}).get("p50"), "s"),
+                     charts.shown((level.get("e2e_s") or {}).get("p50"), "s"), charts.shown(good.get("share"), "share")])  # fmt: skip
+    head = ["load", "answered", "429", "errors", "requests/s", "first token p50", "answer p50", "within target"]
+    return Table(rows, head, frozenset(range(1, 8)), caption="By load")
 
 
 def _p(figures: dict[str, Any]) -> dict[str, float]:

@@ -230,6 +230,17 @@ def test_comparisons_load_tests_and_decisions_are_shown(tmp_path):
     assert decide["charts"][1]["rows"][-1]["name"] == "documents per month"  # the widest is on top
 
 
+def test_a_load_test_of_several_loads_and_few_samples(tmp_path):
+    tree = folders.load_test()
+    tree["e2e_s"] = {**tree["e2e_s"], "samples": 40, "few_for_p99": True}
+    tree["levels"] = [{**tree, "concurrency": 1}, {**tree, "concurrency": None, "rate": 5.0}]
+    folders.write_run(tmp_path / "a", 5)
+    (tmp_path / "loadtest.json").write_text(json.dumps(tree))
+    (shown,) = report_data(tmp_path)["artifacts"]
+    assert ["whole answer", "0.2 s", "0.4 s", "0.8 s (of 40)", "0.25 s"] in shown["tables"][0]["rows"]
+    assert [row[0] for row in shown["tables"][1]["rows"]] == ["1 at a time", "5.0 a second"]
+
+
 def test_an_artifact_that_is_not_as_expected_says_so_and_harms_nothing(tmp_path):
     folders.write_run(tmp_path / "a", 5)
     (tmp_path / "decide.json").write_text('{"kind": "decide"}')
