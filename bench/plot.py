@@ -1,4 +1,4 @@
-"""Line charts as one SVG file that needs nothing else; marks are placed by `lamella.report.charts`."""
+"""Line charts as one SVG file that needs nothing else; marks are placed by `bench.marks`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lamella.report.charts import LineChart, line_chart
+from bench.marks import LineChart, line_chart
 
 COLOURS = ("#0b6fb8", "#c2571a", "#2c7a3f", "#7a4fa3", "#8a8a8a", "#b8285b")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 250, 64, 16, 46, 34

@@ -24,9 +24,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.marks import LineChart, line_chart
 from lamella.errors import UserError
 from lamella.hardware.allocator import TUNABLES
-from lamella.report.charts import LineChart, line_chart
 
 ROOT = Path(__file__).parent.parent
 

@@ -18,8 +18,8 @@ NOTHING = 1e-6
 
 
 def number(value: float | None) -> float | None:
-    """A value as JSON can have it: None for NaN and infinities."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+    """A value as JSON can have it: None for NaN, infinities and what is no number."""
+    return None if not isinstance(value, int | float) or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def shown(value: float | None, unit: str) -> str:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,55 @@ def section(
 
 def detail(run: RunFiles, points: int = 1000, now_s: float | None = None) -> dict[str, Any]:
     """All that the page shows of a run."""
-    seen = devices_of(run)
-    sections = [
-        training(run, points), time_of_devices(run, seen), planned(run), topology(run, seen), memory(run), experts(run),
-        settings(run), quality(run), receipt(run),
-    ]  # fmt: skip
+    seen = _guarded("devices", "Devices", lambda: devices_of(run))
+    seen = None if isinstance(seen, dict) and "charts" in seen else seen
+    parts: tuple[tuple[str, str, Callable[[], dict[str, Any]]], ...] = (
+        ("training", "Training", lambda: training(run, points)),
+        ("devices", "Devices", lambda: time_of_devices(run, seen)),
+        ("planned", "Planned and measured", lambda: planned(run)),
+        ("topology", "Machine", lambda: topology(run, seen)),
+        ("memory", "Memory", lambda: memory(run)),
+        ("experts", "Expert load", lambda: experts(run)),
+        ("settings", "Settings", lambda: settings(run)),
+        ("quality", "Quality", lambda: quality(run)),
+        ("receipt", "Receipt", lambda: receipt(run)),
+    )
+    sections = [_guarded(*part) for part in parts]
     return {
         "name": run.name,
         "title": str(run.config.get("name") or run.name),
         "subtitle": subtitle(run),
         "version": run.version,
-        **verdict(run, seen, now_s),
-        "tiles": tiles(run),
+        **_head(run, seen, now_s),
         "sections": [s for s in sections if s["charts"] or s["tables"]],
         "missing": run.missing,
     }
+
+
+UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, ValueError)
+"""What code meets in JSON that is otherwise than a run writes it: by another version, or by hand."""
+
+
+def _guarded(key: str, title: str, make: Callable[[], Any]) -> Any:
+    """A part of the page; where the files are otherwise than expected, one that says so."""
+    try:
+        return make()
+    except UNEXPECTED as error:
+        return section(
+            key, title, [], [Table([["not shown", f"the files are not as expected: {error!r}"]], facts=True)]
+        )
+
+
+def _head(run: RunFiles, seen: dict[str, Any] | None, now_s: float | None) -> dict[str, Any]:
+    try:
+        return {**verdict(run, seen, now_s), "tiles": tiles(run)}
+    except UNEXPECTED as error:
+        return {
+            "status": "unclear",
+            "good": None,
+            "verdict": [f"the files are not as expected: {error!r}"],
+            "tiles": [],
+        }
 
 
 def summary(folder: Path, now_s: float | None = None) -> dict[str, Any]:
@@ -64,6 +99,15 @@ def summary(folder: Path, now_s: float | None = None) -> dict[str, Any]:
             tree[name] = read_object(path) if mark_of(path) is not None else {}
         except UserError as error:
             tree[name], found["note"] = {}, str(error)
+    try:
+        return found | _summary(tree, line, folder, now_s)
+    except UNEXPECTED as error:
+        return found | {"status": "unclear", "steps": None, "store": "", "rank": None, "f1": None, "updated": None,
+                        "note": f"the files are not as expected: {error!r}"}  # fmt: skip
+
+
+def _summary(tree: dict[str, dict[str, Any]], line: dict[str, Any], folder: Path, now_s: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     receipt, config = tree["receipt.json"], tree["config.json"]
     mark = mark_of(folder / "metrics.jsonl")
     touched_s = mark[0] / 1e9 if mark else 0.0

@@ -169,6 +169,27 @@ def test_broken_json_is_named_with_its_line(run):
         render(run)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "receipt.json",
+            '{"status": "ok", "figures": 3, "devices": ["x"], "comparison": [1], "warnings": null, "expert_load": {"a": "b"}}',
+        ),
+        ("receipt.json", "[1, 2]"),
+        ("plan.json", '{"figures": {"ranks": 3}, "machine": []}'),
+        ("config.json", '{"lora": 1, "train": []}'),
+        ("trace.json", '{"traceEvents": [{"ph": "X"}]}'),
+        ("eval/metrics.json", '{"systems": [{"name": 1}]}'),
+        ("metrics.jsonl", '{"step": "x"}\n{"step": 1, "devices": "no", "loss": "a"}\n'),
+    ],
+)
+def test_files_of_another_shape_are_told_and_the_rest_is_shown(run, name, text):
+    (run / name).write_text(text)
+    data = data_of(render(run))
+    assert [s["id"] for s in data["details"]["trial"]["sections"]] and data["runs"][0]["name"] == "trial"
+
+
 def test_only_what_was_appended_is_read(tmp_path):
     file = tmp_path / "m.jsonl"
     folders.write_lines(file, folders.metrics_lines(10))
