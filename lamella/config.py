@@ -295,10 +295,17 @@ def explain_validation(error: ValidationError, path: Path | None, root: type[Bas
             values.setdefault(name, item["input"])
             problems.setdefault(name, []).append(item["msg"])
     lines = [
-        f"`{name}` = {values[name]!r}: {' or '.join(dict.fromkeys(messages))}" if name in values else messages[0]
+        _line(name, values[name], " or ".join(dict.fromkeys(messages))) if name in values else messages[0]
         for name, messages in problems.items()
     ]
     return UserError("\n  ".join(lines), fix=fix, path=path)
+
+
+def _line(name: str, value: Any, said: str) -> str:
+    """A bad value; of a whole table the message alone, which names what in it is wrong."""
+    if isinstance(value, dict | bytes):
+        return f"`{name}`: {said.removeprefix('Value error, ')}" if name else said.removeprefix("Value error, ")
+    return f"`{name}` = {value!r}: {said}"
 
 
 def _field(root: type[BaseModel], names: list[str]) -> Any:
