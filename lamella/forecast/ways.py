@@ -36,6 +36,8 @@ DTYPE_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 FILL_TRIES = 4
 COMMAND_BYTES = 20 << 20
 """Of `lamella train` beyond what it imports: tokenizer, rows, records (median over the fitting runs of `bench.plan`)."""
+GROUP_BYTES = 36 << 20
+"""Of a rank that has joined a group of several: gloo, its store, the first sum and copy (measured, two ranks)."""
 NEAR = 1.5
 """Times as long by the quick estimate: splits of other kinds up to that are played through too."""
 FP32_SHARE = 1 / 8
@@ -359,7 +361,8 @@ class Forecaster:
     ) -> Held:  # fmt: skip
         q, host = self.q, self.q.machine.hosts[place.host]
         if place.facts.kind == "cpu":
-            host = host.model_copy(update={"import_bytes": process.import_bytes(host) + COMMAND_BYTES})
+            more = COMMAND_BYTES + (GROUP_BYTES if len(self.places) > 1 else 0)
+            host = host.model_copy(update={"import_bytes": process.import_bytes(host) + more})
 
         def choose(budget: int | None) -> process.Choice:
             return process.choose_residency(
