@@ -112,3 +112,29 @@ def test_a_file_that_is_there_stays(here):
     assert (here / "run.toml").read_text() == "mine"
     assert init("my rows.jsonl", "--store", "s", "--force").exit_code == 0
     assert load_run_config(here / "run.toml").store
+
+
+def test_it_asks_what_it_was_not_told(here):
+    """At a terminal: data, model, memory; the answers are in the file."""
+    import os
+    import pty
+    import subprocess
+    import sys
+
+    mine, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lamella", "init"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=here
+    )
+    os.close(theirs)
+    said = b""
+    for question, answer in ((b"Data", "my rows.jsonl"), (b"Model", "owner/model"), (b"Memory", "3GiB")):
+        while question not in said:
+            said += os.read(mine, 4096)
+        said = b""
+        os.write(mine, f"{answer}\n".encode())
+    assert child.wait(30) == 0
+    os.close(mine)
+    config = load_run_config(here / "run.toml")
+    assert (
+        config.memory.budget == "3GiB" and config.store.name == "model" and config.data.train[0].name == "my rows.jsonl"
+    )
