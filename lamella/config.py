@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -354,6 +354,40 @@ def anchor(tree: dict[str, Any], folder: Path) -> None:
             node[leaf] = [str(folder / v) if isinstance(v, str) else v for v in value]
 
 
+def read_toml(path: Path, name: str) -> dict[str, Any]:
+    """A TOML file's tree.
+
+    Args:
+        name: what such a file is called, for the error.
+
+    Raises:
+        UserError: no such file, not text, not TOML (with line).
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise UserError("no such file", fix=f"give the path of a {name}", path=path) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", path=path) from error
+
+
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def checked(model: type[Checked], tree: Any, path: Path | None = None) -> Checked:
+    """A tree as a configuration; through JSON, where strict types still take a string for a path and a list for a tuple.
+
+    Raises:
+        UserError: names every bad key, unknown ones with the nearest valid name.
+    """
+    try:
+        return model.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise explain_validation(error, path, model) from error
+
+
 def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read `run.toml`, apply `dotted.key=value` overrides, check everything.
 
@@ -362,16 +396,7 @@ def load_run_config(path: Path, overrides: list[str] | None = None) -> RunConfig
     Raises:
         UserError: no such file, not TOML (with line), unknown key, bad value.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UserError("no such file", fix="give the path of a run.toml", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    tree = read_toml(path, "run.toml")
     anchor(tree, path.parent)
     return build_run_config(merge(tree, read_overrides(overrides or [])), path)
 
@@ -415,7 +440,4 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 def build_run_config(tree: dict[str, Any], path: Path | None = None) -> RunConfig:
     """Check a configuration tree. Raises `UserError` naming every bad key."""
-    try:  # through JSON, where strict types still take a string for a path and a list for a tuple
-        return RunConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise explain_validation(error, path, RunConfig) from error
+    return checked(RunConfig, tree, path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from lamella.config import Section, Size, explain_validation
+from lamella.config import Section, Size, checked, read_toml
 from lamella.endpoint.prices import GivenPrice
 from lamella.errors import UserError
 
@@ -160,21 +159,10 @@ class CompareConfig(Section):
 
 def load_compare(path: Path) -> CompareConfig:
     """Read `compare.toml`, with its paths from its folder. Raises `UserError` with file and key."""
-    import json
 
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError("no such file", fix="give the path of a compare.toml", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    tree = read_toml(path, "compare.toml")
     _anchor(tree, path.parent)
-    try:
-        config = CompareConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise explain_validation(error, path, CompareConfig) from error
+    config = checked(CompareConfig, tree, path)
     if config.ceiling is not None and config.ceiling.split()[-1] != config.currency:
         raise UserError(
             f"ceiling {config.ceiling!r} is not in {config.currency}", fix="give both in one currency", path=path

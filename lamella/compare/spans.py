@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from lamella.compare.statistics import tested
-from lamella.config import Section, explain_validation
+from lamella.config import Section, checked, explain_validation
 from lamella.data.read import read_rows
 from lamella.errors import UserError
 from lamella.eval.metrics import Floats, Prediction, interval, resample_weights
@@ -221,10 +221,7 @@ def load_span_task(path: Path) -> SpanTask:
     for key in ("test", "train"):
         if isinstance(tree.get(key), str):
             tree[key] = [tree[key]]
-    try:
-        config = SpanTaskConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise explain_validation(error, path, SpanTaskConfig) from error
+    config = checked(SpanTaskConfig, tree, path)
     test, train = (
         [row for file in files for row in _rows(path.parent / file)] for files in (config.test, config.train)
     )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from lamella.config import Section, explain_validation
+from lamella.config import Section, checked, read_toml
 from lamella.endpoint.prices import GivenPrice
-from lamella.errors import UserError
 
 Kind = Literal["self-hosted tuned", "self-hosted base", "API base", "API tuned"]
 
@@ -210,19 +207,9 @@ class DecideConfig(Section):
 
 def load_decide(path: Path) -> DecideConfig:
     """Read `decide.toml`, with its paths from its folder. Raises `UserError` with file and key."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError("no such file", fix="give the path of a decide.toml", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    tree = read_toml(path, "decide.toml")
     _anchor(tree, path.parent)
-    try:
-        config = DecideConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise explain_validation(error, path, DecideConfig) from error
+    config = checked(DecideConfig, tree, path)
     config._file = path
     return config
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import string
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator
 
-from lamella.config import Section, explain_validation
+from lamella.config import Section, explain_validation, read_toml
 from lamella.data.read import read_rows
 from lamella.errors import UserError
 from lamella.eval.labels import LabelParser
@@ -293,14 +292,7 @@ def read_task_rows(path: Path) -> list[TaskRow]:
 
 def read_task_config(path: Path) -> TaskConfig:
     """Read `task.toml` alone. Raises `UserError`: file missing or broken (with line), unknown key, bad value."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError("no such file", fix="give the path of a task.toml", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    tree = read_toml(path, "task.toml")
     for key in ("test", "train", "data"):
         if isinstance(tree.get(key), str):
             tree[key] = [tree[key]]

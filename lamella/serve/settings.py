@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from lamella.config import Section, Size, explain_validation
+from lamella.config import Section, Size, checked, read_toml
 from lamella.errors import UserError
 from lamella.units import parse_bytes
 
@@ -128,24 +126,14 @@ def load_serve_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         UserError: no such file, not TOML, unknown keys, bad values; a public address without keys.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError("no such file", fix="give the path of a serve.toml", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
+    tree = read_toml(path, "serve.toml")
     folder = path.parent
     _anchor(tree, ("store", "keys"), folder)
     entries = tree.get("adapters")
     for entry in entries if isinstance(entries, list) else ():
         _anchor(entry, ("path", "task"), folder)
     tree |= overrides or {}
-    try:
-        config = ServeConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise explain_validation(error, path, ServeConfig) from error
+    config = checked(ServeConfig, tree, path)
     if config.keys is None and not config.is_local:
         raise UserError(
             f"`host` = {config.host!r} is open to others, and there are no keys",
