@@ -66,6 +66,7 @@ class Ledger:
     def __init__(self, ceiling: float | None = None, spent: float = 0.0) -> None:
         self.ceiling, self.spent = ceiling, spent
         self._aside = 0.0
+        self._under_way = 0
         self._changed = asyncio.Condition()
 
     async def reserve(self, at_most: float) -> None:
@@ -76,14 +77,16 @@ class Ledger:
         """
         async with self._changed:
             while self.ceiling is not None and self.spent + self._aside + at_most > self.ceiling * (1 + 1e-12):
-                if self._aside <= 1e-15:
+                if not self._under_way:
                     raise CeilingReached
                 await self._changed.wait()
             self._aside += at_most
+            self._under_way += 1
 
     async def settle(self, at_most: float, cost: float) -> None:
         """The request is over: what it cost, in the place of what was set aside."""
         async with self._changed:
-            self._aside = max(self._aside - at_most, 0.0)
+            self._under_way -= 1
+            self._aside = self._aside - at_most if self._under_way else 0.0  # sums of fractions leave a rest
             self.spent += cost
             self._changed.notify_all()

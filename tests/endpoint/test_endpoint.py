@@ -166,6 +166,21 @@ def test_the_ceiling_is_never_passed(costs, ceiling):
     assert all(s <= ceiling * (1 + 1e-9) for s in seen)
 
 
+def test_a_rest_of_fractions_keeps_nobody_waiting():
+    """What was set aside comes back whole: with nothing under way, the ceiling is told and not waited for."""
+
+    async def run():
+        ledger = Ledger(1000.0)
+        for k in range(200):
+            await ledger.reserve(123.4 / (k + 7))
+        for k in range(200):
+            await ledger.settle(123.4 / (k + 7), 0.1 * k)
+        with pytest.raises(CeilingReached):
+            await asyncio.wait_for(ledger.reserve(1000.0), 5)
+
+    asyncio.run(run())
+
+
 def test_answers_are_kept_by_what_was_asked(tmp_path):
     cache = AnswerCache(tmp_path / "a.sqlite")
     key = key_of({"a": 1, "b": [2]})
