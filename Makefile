@@ -108,6 +108,7 @@ bench: $(VENV)/.dev
 	$(PY) -m bench.plan_memory
 	$(PY) -m bench.plan
 	$(PY) -m bench.merge
+	$(PY) -m bench.serve
 	$(PY) -m bench.train
 
 lint: $(VENV)/.dev
