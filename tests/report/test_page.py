@@ -293,3 +293,11 @@ def test_parts_of_nested_values():
     assert by_title["b"] == [["c", "1.5 kB (1,500 bytes)"]]
     assert by_title["b / d"] == [["x", "1"], ["y", "1, 2"], ["z", "-"]]
     assert by_title["rows"] == [["1"], ["2"]]
+
+
+def test_the_room_imports_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, lamella.report.page, lamella.report.watch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
