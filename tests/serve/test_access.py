@@ -303,3 +303,16 @@ def test_a_request_keeps_the_adapter_that_it_began_with(texts, tokenizer, tmp_pa
     assert found.backend.unloaded == ["right", "left"]
     with pytest.raises(KeyError), found.registry.lease(model):
         pass
+
+
+@pytest.mark.parametrize("change", ["last", "first", "other tenant's"])
+def test_a_known_id_with_another_secret_is_nobody(keyed, change):
+    """The secret decides, not the id that the file can be searched by."""
+    key, other = keyed.secrets["left"], keyed.secrets["right"]
+    start, secret = key[:13], key[13:]
+    wrong = {"last": secret[:-1] + ("A" if secret[-1] != "A" else "B"), "first": ("A" if secret[0] != "A" else "B") + secret[1:],
+             "other tenant's": other[13:]}[change]  # fmt: skip
+    assert start.startswith("lam-") and start.endswith("-") and len(wrong) == 43
+    answer = keyed.client.post(URL, json=chat(), headers={"Authorization": f"Bearer {start}{wrong}"})
+    assert answer.status_code == 401 and keyed.backend.seen == []
+    assert keyed.client.post(URL, json=chat(), headers={"Authorization": f"Bearer {key}"}).status_code == 200
