@@ -227,6 +227,12 @@ def load_span_task(path: Path) -> SpanTask:
     )
     if not test:
         raise UserError("the task has no test rows", fix="name JSONL files in `test`", path=path)
+    seen_ids: set[tuple[str, Any]] = set()
+    for row in test:
+        if (row.tenant, row.id) in seen_ids:
+            raise UserError(f"two test rows of tenant {row.tenant!r} have the id {row.id!r}", fix="make ids unique within a tenant",
+                            path=path)  # fmt: skip
+        seen_ids.add((row.tenant, row.id))
     labels = {}
     for tenant in dict.fromkeys(r.tenant for r in test):
         seen = sorted({s.label for r in (*test, *train) if r.tenant == tenant for s in r.spans})

@@ -91,6 +91,11 @@ def read_key(variable: str | None) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UserError(f"the environment variable {variable} holds no key", fix=f"export {variable}=...")
+    if not key.isascii() or not key.isprintable():  # a header cannot hold it, and an error of the library would show it
+        raise UserError(
+            f"the environment variable {variable} holds no key: a key is one line of ASCII",
+            fix=f"export {variable}=...",
+        )
     return key
 
 

@@ -179,3 +179,12 @@ def test_ways_of_answering_that_spans_do_not_have(folder):
     for candidate in ({"name": "b", "baseline": "tfidf"}, api(answering="constrained")):
         with pytest.raises(UserError, match="generate or think"):
             run(write(folder, candidate), folder, FakeServer(answer))
+
+
+def test_two_rows_of_one_id_are_refused(folder):
+    (folder / "more").mkdir()
+    (folder / "more" / "rows.jsonl").write_text((folder / "rows.jsonl").read_text())
+    text = (folder / "task.toml").read_text().replace('test = "rows.jsonl"', 'test = ["rows.jsonl", "more/rows.jsonl"]')
+    (folder / "task.toml").write_text(text)
+    with pytest.raises(UserError, match=r"two test rows of tenant 'news' have the id 'rows\.jsonl:1'"):
+        load_span_task(folder / "task.toml")

@@ -213,3 +213,14 @@ def test_the_room_imports_no_torch():
 
     code = "import sys, lamella.endpoint.client, lamella.endpoint.cache, lamella.endpoint.prices; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("key", ["sk-SECRET123\nX=1", "sk-SECRET123\x00", "ключ-SECRET123"])
+def test_what_is_no_key_is_refused_and_not_shown(monkeypatch, key):
+    if "\x00" in key:
+        monkeypatch.setattr("os.environ", {"TEST_KEY": key})
+    else:
+        monkeypatch.setenv("TEST_KEY", key)
+    with pytest.raises(UserError, match="one line of ASCII") as caught:
+        ask(FakeServer(), key_env="TEST_KEY")
+    assert "SECRET123" not in str(caught.value)
