@@ -20,7 +20,8 @@ class Spent:
         input, output, reasoning, cached_input: tokens; reasoning is part of output where the server says so.
         latencies_s: of each answer that was asked for in this or an earlier run; empty where rows are answered together.
         money: in the price's currency; None: no price.
-        seconds: of work, for candidates run here.
+        seconds: of work, for candidates run here. wall_s: of asking an endpoint, in this run.
+        uncounted: answers of which the server did not say how many tokens they took.
     """
 
     input: int = 0
@@ -32,6 +33,8 @@ class Spent:
     retries: int = 0
     from_cache: int = 0
     seconds: float = 0.0
+    wall_s: float = 0.0
+    uncounted: int = 0
 
     def latency(self) -> dict[str, float] | None:
         """p50, p99 and mean; None where nothing was timed one by one."""

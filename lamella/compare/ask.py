@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,7 @@ class Asker:
             RunFailed: the ceiling is reached, or rows stayed without an answer; what was answered is kept.
         """
         assert self.candidate.endpoint is not None
+        start_s = time.monotonic()
         async with Endpoint(
             self.candidate.endpoint, key_env=self.candidate.key_env, timeout_s=self.candidate.timeout_s,
             attempts=self.candidate.attempts, transport=self._transport, connections=self.candidate.concurrency, sleep=self._sleep,
@@ -139,6 +141,10 @@ class Asker:
 
             await asyncio.gather(*(work() for _ in range(self.candidate.concurrency)))
         self._raise(stop, failed, len(found), len(rows))
+        self.spent.wall_s = time.monotonic() - start_s
+        if self.spent.uncounted:
+            self.notes.append(f"the server does not say how many tokens {self.spent.uncounted} answers took: they count as none, and "
+                              "as the most where they cost money")  # fmt: skip
         return Answers(in_order(found, [(r.tenant, r.id) for r in self.task.test]), self.spent, self.notes, self.price,
                        {"way": self.way if self.candidate.answering == "constrained" else None})  # fmt: skip
 
@@ -288,6 +294,7 @@ class Asker:
 
     def _count(self, usage: Usage, kept: Mapping[str, Any]) -> None:
         spent = self.spent
+        spent.uncounted += usage.input is None or usage.output is None
         spent.input += usage.input or 0
         spent.output += usage.output or 0
         spent.reasoning += usage.reasoning or 0

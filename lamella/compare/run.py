@@ -170,7 +170,7 @@ def _candidate(
         "name": c.name, "where": where, "role": c.part, "model": c.model or c.baseline or str(c.store or c.checkpoint),
         "adapter": None if c.adapter is None else str(c.adapter), "answering": "fit" if c.baseline else c.answering,
         "metrics": metrics, "tokens": spent.tokens(), "latency_s": spent.latency(), "money": money, "errors": 0,
-        "retries": spent.retries, "from_cache": spent.from_cache, "wall_s": spent.seconds or sum(spent.latencies_s),
+        "retries": spent.retries, "from_cache": spent.from_cache, "wall_s": spent.seconds or spent.wall_s,
         "documents_per_s": rows / spent.seconds if spent.seconds else None, "notes": [*given.notes, *warnings],
     }  # fmt: skip
 

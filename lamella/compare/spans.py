@@ -188,14 +188,21 @@ def read_answer(text: str) -> str | None:
 
 
 def placed(spans: Sequence[Span], text: str) -> Spans:
-    """Entities as (label, start, end); words that the text does not hold lie behind its end, each at a place of its own."""
-    taken: set[tuple[int, int]] = set()
+    """Entities as (label, start, end); words and places that the text does not hold lie behind its end, each at a place
+    of its own."""
+    given = [s for s in spans if s.text is None]
     found: Spans = []
     beyond = len(text) + 1
+    for span in given:
+        assert span.start is not None and span.end is not None
+        if span.end <= len(text):
+            found.append((span.label, span.start, span.end))
+        else:  # a place that the text does not have
+            found.append((span.label, beyond, beyond + 1))
+            beyond += 3
+    taken = {(a, b) for _, a, b in found}
     for span in spans:
         if span.text is None:
-            assert span.start is not None and span.end is not None
-            found.append((span.label, span.start, span.end))
             continue
         at = text.find(span.text) if span.text else -1
         while at >= 0 and (at, at + len(span.text)) in taken:
@@ -302,6 +309,7 @@ class SpanMetrics:
     tree: dict[str, Any]
     values: dict[str, float]
     draws: dict[str, Floats]
+    documents: dict[str, int]
 
 
 def measure_spans(task: SpanTask, predictions: Sequence[Prediction], resamples: int, seed: int) -> SpanMetrics:
@@ -320,6 +328,8 @@ def measure_spans(task: SpanTask, predictions: Sequence[Prediction], resamples: 
                 else placed([Span.model_validate(s) for s in json.loads(row.label)], texts[row.tenant, row.id])
             )
             gold = [(label, a, b) for label, a, b in json.loads(row.gold)]
+            if row.label is None and not gold:
+                said = [(f"({row.status})", 0, 1)]  # no answer is wrong also where there was nothing to find
             for scheme, counts in counts_of(gold, said).items():
                 sums[scheme][documents[row.document]] += counts
         weights_BD = resample_weights(len(documents), tenant, resamples, seed)
@@ -342,7 +352,8 @@ def measure_spans(task: SpanTask, predictions: Sequence[Prediction], resamples: 
         "rows": len(predictions),
         **_statuses(predictions),
     }
-    return SpanMetrics(tree, values, draws)
+    counted_documents = {t: len({p.document for p in predictions if p.tenant == t}) for t in values}
+    return SpanMetrics(tree, values, draws, counted_documents)
 
 
 def _tree(x: Any) -> dict[str, float]:
@@ -360,4 +371,4 @@ def _statuses(rows: Sequence[Prediction]) -> dict[str, float]:
 def span_difference(before: SpanMetrics, after: SpanMetrics) -> tuple[Any, dict[str, Any]]:
     """(average, per tenant): strict F1 of the second less the first's, on the same resampled documents."""
     values = {t: after.values[t] - before.values[t] for t in before.values}
-    return tested(values, {t: after.draws[t] - before.draws[t] for t in values})
+    return tested(values, {t: after.draws[t] - before.draws[t] for t in values}, before.documents)

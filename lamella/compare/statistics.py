@@ -28,11 +28,13 @@ class Tested:
         return tree
 
 
-def p_value(draws_B: Floats) -> float:
+def p_value(draws_B: Floats, documents: int) -> float:
     """Two-sided bootstrap p value of "no difference": twice the smaller share of draws on one side of zero, each count with
-    one added (Davison and Hinkley 1997, section 4.4), at most 1."""
+    one added (Davison and Hinkley 1997, section 4.4), at most 1; and no less than 2^(1 - documents), which is the least that
+    a sign test can give: few documents show nothing, however alike they are."""
     below, above = int((draws_B <= 0).sum()), int((draws_B >= 0).sum())
-    return float(min(1.0, 2 * (min(below, above) + 1) / (len(draws_B) + 1)))
+    least = 2.0 ** (1 - documents)
+    return float(min(1.0, max(least, 2 * (min(below, above) + 1) / (len(draws_B) + 1))))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -56,18 +58,23 @@ def difference(
 ) -> tuple[Tested, dict[str, Tested]]:
     """(average, per tenant): macro-F1 of `after` less `before`'s, on the same resampled documents."""
     values, draws = paired_draws(before, after, dict(labels), resamples=resamples, seed=seed)
-    return tested(values, draws)
+    documents = {tenant: len({p.document for p in before if p.tenant == tenant}) for tenant in values}
+    return tested(values, draws, documents)
 
 
-def tested(values: Mapping[str, float], draws: Mapping[str, Floats]) -> tuple[Tested, dict[str, Tested]]:
-    """(average, per tenant) from values and their bootstrap draws [B] by tenant."""
-    raw = [p_value(draws[tenant]) for tenant in values]
+def tested(
+    values: Mapping[str, float], draws: Mapping[str, Floats], documents: Mapping[str, int]
+) -> tuple[Tested, dict[str, Tested]]:
+    """(average, per tenant) from values, their bootstrap draws [B] and the number of documents by tenant."""
+    raw = [p_value(draws[tenant], documents[tenant]) for tenant in values]
     each = {
         tenant: Tested(interval(values[tenant], draws[tenant]), p, corrected)
         for tenant, p, corrected in zip(values, raw, holm(raw), strict=True)
     }
     mean_B = np.mean([draws[t] for t in values], axis=0)
-    return Tested(interval(float(np.mean(list(values.values()))), mean_B), p_value(mean_B)), each
+    return Tested(
+        interval(float(np.mean(list(values.values()))), mean_B), p_value(mean_B, sum(documents.values()))
+    ), each
 
 
 def confusion(predictions: Sequence[Prediction], labels: Mapping[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:

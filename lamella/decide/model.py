@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lamella.decide.settings import Kind
@@ -210,7 +210,8 @@ def net(choice: Choice, current: Choice, world: World, low: bool = False) -> flo
 
 
 def break_even(choice: Choice, other: Choice, world: World) -> float | None:
-    """Fewest documents a month at which `choice` costs no more than `other`; None: at no volume (found by halving: up to 10^12).
+    """Fewest documents a month at which `choice` costs no more than `other`; None: at no volume (between two of one's own: within the
+    first 200,000 machines of the other).
 
     With whole machines the cost of one's own is a staircase: just above, at the next stair, it may cost more again.
     """
@@ -226,27 +227,38 @@ def break_even(choice: Choice, other: Choice, world: World) -> float | None:
             return None  # every further machine costs more than it saves
         machines = math.ceil(extra / (price * step - machine))  # the first stair whose far end is paid for
         return max((machines * machine + extra) / price, (machines - 1) * step)
-    return _scan(choice, other, world)
+    return _at_the_others_stairs(choice, other, world)
 
 
-def _scan(choice: Choice, other: Choice, world: World) -> float | None:
-    """By doubling and halving, where both or neither have machines, or the API is the choice."""
+STAIRS = 200_000
+"""Stairs of the other option's cost that are looked at, at most."""
 
-    def cheaper(documents: float) -> bool:
-        here = replace(world, documents=documents)
-        return cost(choice, here).total <= cost(other, here).total + 1e-12
 
-    if cheaper(1.0):
-        return 0.0
-    low, high = 1.0, 1.0
-    while not cheaper(high):
-        low, high = high, high * 1.25
-        if high > 1e12:
+def _at_the_others_stairs(choice: Choice, other: Choice, world: World) -> float | None:
+    """Against one's own machines, or between two APIs.
+
+    What `choice` costs more than `other` falls only where the other needs a further machine (or, between APIs, along its
+    price). So the first volume is just above one of the other's stairs, the first of which is at nothing.
+    """
+    extra = sum(fixed(choice, world).values()) - sum(fixed(other, world).values())
+    if not other.hosted:
+        saved = token_price(other, world) - token_price(choice, world)
+        if extra < 0 or (extra == 0 and saved >= 0):
+            return 0.0
+        return extra / saved if saved > 0 else None
+    step = capacity_of_one(other, world) / world.peak
+    theirs = other.machine_per_hour * world.hours
+    mine = choice.machine_per_hour * world.hours if choice.hosted else token_price(choice, world) * step
+    own = capacity_of_one(choice, world) / world.peak if choice.hosted else step
+    for stair in range(STAIRS):
+        documents = stair * step * (1 + 1e-8)
+        machines = max(1, math.ceil(documents / own - 1e-9)) if choice.hosted else stair
+        if machines * mine + extra <= (stair + 1) * theirs * (1 + 1e-12):
+            return documents
+        # from here on it can only fall further behind: one machine more or less at each end
+        if mine / own >= theirs / step and stair * step * (mine / own - theirs / step) > theirs - extra:
             return None
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (low, middle) if cheaper(middle) else (middle, high)
-    return high
+    return None
 
 
 def over_utilisation(choice: Choice, world: World) -> list[tuple[float, float]]:

@@ -126,6 +126,9 @@ def because(case: Case, sources: Sources, money: Any) -> list[str]:
     for c in case.choices:
         if why_out(c, case.world):
             said.append(f"{c.name} is out: {why_out(c, case.world)}")
+    if math.isfinite(case.world.latency_target):
+        said += [f"how long {c.name} takes is not known, so the target of {case.world.latency_target:g} s was not put to it"
+                 for c in case.choices if pace(c, case.world).latency_p99_s is None]  # fmt: skip
     said += sources.worse
     even = break_even(p, current, case.world)
     said.append(f"it first costs no more than {current.name} at {even:,.0f} documents a month" if even is not None

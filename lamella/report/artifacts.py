@@ -10,7 +10,7 @@ from lamella.errors import UserError
 from lamella.report import charts
 from lamella.report.collect import find_artifacts, mark_of, read_object
 from lamella.report.tables import Table, parts_of
-from lamella.report.view import f1_dots, section
+from lamella.report.view import UNEXPECTED, f1_dots, section
 
 
 def sections_of(folder: Path) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def sections_of(folder: Path) -> list[dict[str, Any]]:
             found.append(_SHOW[kind](tree, f"{kind}-{len(found)}", str(tree.get("name") or name)))
         except UserError as error:
             found.append(section(f"{kind}-{len(found)}", f"{kind}: {name}", [], note=str(error)))
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except UNEXPECTED as error:
             found.append(
                 section(
                     f"{kind}-{len(found)}", f"{kind}: {name}", [], note=f"{path.name} is not as expected: {error!r}"

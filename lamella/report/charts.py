@@ -19,7 +19,7 @@ NOTHING = 1e-6
 
 def number(value: float | None) -> float | None:
     """A value as JSON can have it: None for NaN, infinities and what is no number."""
-    return None if not isinstance(value, int | float) or not math.isfinite(value) else float(f"{value:.6g}")
+    return float(f"{value:.6g}") if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
 def shown(value: float | None, unit: str) -> str:

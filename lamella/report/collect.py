@@ -28,6 +28,8 @@ KINDS = {"compare": "compare.json", "loadtest": "loadtest.json", "decide": "deci
 FILES = {"receipt": "receipt.json", "config": "config.json", "plan": "plan.json", "trace": "trace.json",
          "measured": "eval/metrics.json"}  # fmt: skip
 """Of a run, beside its columns: name here -> file."""
+_LARGEST = 1 << 1000
+"""Whole numbers beyond are no figures of ours, and no floats."""
 _MOST_JSON_BYTES = 64 << 20
 
 Floats = NDArray[np.float64]
@@ -88,7 +90,9 @@ class Columns:
             raise UserError("is no JSON object", fix="repair or delete the line", path=self.path, line=len(self) + 1)
         for name in self.names:
             value = tree.get(name)
-            self.values[name].append(float(value) if isinstance(value, int | float) else math.nan)
+            if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _LARGEST):
+                value = math.nan
+            self.values[name].append(float(value))
         self.last.append(tree)
         if len(self.last) > 2 * KEPT_LINES:
             del self.last[:-KEPT_LINES]

@@ -60,7 +60,7 @@ def detail(run: RunFiles, points: int = 1000, now_s: float | None = None) -> dic
     }
 
 
-UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, ValueError)
+UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError)
 """What code meets in JSON that is otherwise than a run writes it: by another version, or by hand."""
 
 

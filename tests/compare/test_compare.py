@@ -109,6 +109,7 @@ def test_a_second_run_asks_nothing(folder):
     for tree in (first, second):
         tree.pop("created")
         tree["candidates"][0].pop("from_cache")
+        tree["candidates"][0].pop("wall_s")
     assert first == second
     run(write(folder, api(temperature=0.5)), folder, server)
     assert len(server.bodies) == 48  # another question
@@ -207,6 +208,7 @@ def test_without_usage_the_most_is_counted(folder):
     server.usage = False
     price = {"input": 1.0, "output": 1.0, "date": "2026-11-01"}
     tree = run(write(folder, api(price=price)), folder, server)
+    assert any("does not say how many tokens 24 answers took" in note for note in tree["candidates"][0]["notes"])
     assert tree["candidates"][0]["money"]["total"] > 24 * 32 / 1e6 and tree["candidates"][0]["tokens"]["input"] == 0
 
 
@@ -408,8 +410,16 @@ def test_p_values_tell_a_difference_from_none():
     import numpy as np
 
     rng = np.random.default_rng(0)
-    assert p_value(rng.normal(5, 1, 999)) == pytest.approx(2 / 1000)
-    assert p_value(rng.normal(0, 1, 999)) > 0.5 and p_value(np.zeros(99)) == 1.0
+    assert p_value(rng.normal(5, 1, 999), 100) == pytest.approx(2 / 1000)
+    assert p_value(rng.normal(0, 1, 999), 100) > 0.5 and p_value(np.zeros(99), 100) == 1.0
+
+
+@pytest.mark.parametrize(("documents", "least"), [(1, 1.0), (2, 0.5), (5, 0.0625), (6, 0.03125)])
+def test_few_documents_show_nothing(documents, least):
+    """As a sign test: all of n documents on one side happen by chance in 2 of 2^n."""
+    import numpy as np
+
+    assert p_value(np.ones(999), documents) == pytest.approx(least)
 
 
 def predictions(labels):

@@ -188,3 +188,27 @@ def test_two_rows_of_one_id_are_refused(folder):
     (folder / "task.toml").write_text(text)
     with pytest.raises(UserError, match=r"two test rows of tenant 'news' have the id 'rows\.jsonl:1'"):
         load_span_task(folder / "task.toml")
+
+
+@pytest.mark.parametrize("spans", [[("s", 0), ("t", "Ada")], [("t", "Ada"), ("s", 0)]])
+def test_places_are_taken_before_words_are_looked_for(spans):
+    made = [Span(label="p", start=0, end=3) if kind == "s" else Span(label="p", text="Ada") for kind, _ in spans]
+    assert placed(made, "Ada Ada") == [("p", 0, 3), ("p", 4, 7)]
+
+
+def test_a_place_that_the_text_does_not_have_is_spurious():
+    (found,) = placed([Span(label="p", start=0, end=10**30)], TEXT)
+    counts = counts_of([("p", 0, 3)], [found])
+    assert all(counts[s] == [0, 0, 0, 1, 1] for s in ("strict", "exact", "partial", "ent_type"))
+
+
+def test_no_answer_is_wrong_where_there_is_nothing_to_find_too(folder):
+    rows = [{"tenant": "t", "text": f"nothing {k}", "spans": []} for k in range(8)] + [
+        {"tenant": "t", "text": "Ada", "spans": [{"label": "p", "text": "Ada"}]}
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tree = run(write(folder, api()), folder, FakeServer(lambda b: ("I find nothing", "", "stop")))
+    m = tree["candidates"][0]["metrics"]
+    assert m["invalid"] == 9 and m["average"]["value"] == 0.0
+    tree = run(write(folder, api(temperature=0.1)), folder, FakeServer(lambda b: ("[]", "", "stop")))
+    assert tree["candidates"][0]["metrics"]["tenants"]["t"]["counts"]["strict"]["spurious"] == 0

@@ -524,3 +524,46 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["decide", "decide.toml", "-o", "file"])
     assert isinstance(result.exception, UserError) and "file: cannot be written" in str(result.exception)
+
+
+def test_break_even_between_two_of_ones_own_is_at_a_stair():
+    """The new one is cheaper for a moment only, where the old one needs a further machine: no growing by quarters finds it."""
+    world = World(738_500, 0, 0, 1.0, 730, 12, 0.0, 0.0)
+    old = Choice("old", "self-hosted base", True, machine_per_hour=0.9165, documents_per_s=0.28064)
+    new = Choice("new", "self-hosted tuned", True, machine_per_hour=1.3301, documents_per_s=0.28154, once=500.0)
+    assert cost(new, world).total < cost(old, world).total
+    even = break_even(new, old, world)
+    assert even == pytest.approx(0.28064 * 3600 * 730, rel=1e-6)
+    assert cost(new, replace(world, documents=even)).total <= cost(old, replace(world, documents=even)).total
+
+
+@given(prices, st.floats(0.01, 5), prices, st.floats(0.01, 5), st.floats(0, 5000), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_no_volume_below_a_break_even_is_cheaper(a, fast_a, b, fast_b, once, api):
+    """Against a scan of volumes: between two of one's own, or an API against one's own."""
+    world = World(1000.0, 800, 50, 1.5, 730, 12, 0.0, 0.0)
+    other = Choice("other", "self-hosted base", True, machine_per_hour=b, documents_per_s=fast_b)
+    mine = (Choice("mine", "API tuned", False, input_price=a, output_price=a, once=once) if api
+            else Choice("mine", "self-hosted tuned", True, machine_per_hour=a, documents_per_s=fast_a, once=once))  # fmt: skip
+    even = break_even(mine, other, world)
+    step = capacity_of_one(other, world) / world.peak
+    tried = [step * k / 3 for k in range(1, 90)] + [step * k * (1 + 1e-7) for k in range(30)]
+    for documents in tried:
+        here = replace(world, documents=max(documents, 1e-6))
+        cheaper = cost(mine, here).total < cost(other, here).total * (1 - 1e-9)
+        assert not cheaper or (even is not None and even <= documents * (1 + 1e-6) + 1e-6)
+    if even:
+        at = replace(world, documents=even)
+        assert cost(mine, at).total <= cost(other, at).total * (1 + 1e-9)
+
+
+def test_a_target_that_could_not_be_put_to_an_option_is_told(tmp_path):
+    file = write(tmp_path, top="latency_p99_s = 2.0")
+    tree = json.loads((tmp_path / "compare.json").read_text())
+    tree["candidates"][1]["latency_s"] = None
+    (tmp_path / "compare.json").write_text(json.dumps(tree))
+    found, _ = decide(load_decide(file))
+    assert [o["latency_p99_s"] for o in found["options"]] == [1.5, None]
+    assert [x for x in found["because"] if "not known" in x] == [
+        "how long tuned takes is not known, so the target of 2 s was not put to it"
+    ]

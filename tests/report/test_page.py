@@ -181,6 +181,7 @@ def test_broken_json_is_named_with_its_line(run):
         ("config.json", '{"lora": 1, "train": []}'),
         ("trace.json", '{"traceEvents": [{"ph": "X"}]}'),
         ("eval/metrics.json", '{"systems": [{"name": 1}]}'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}\n"),
         ("metrics.jsonl", '{"step": "x"}\n{"step": 1, "devices": "no", "loss": "a"}\n'),
     ],
 )
