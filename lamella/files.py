@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from lamella.errors import UserError
+
 _CHUNK_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -33,6 +35,17 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     finally:
         temp.unlink(missing_ok=True)
     fsync_path(path.absolute().parent)
+
+
+def make_folder(path: Path) -> Path:
+    """A folder for results, made where it is not there. Raises `UserError` where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"no folder can be made there: {error.strerror}", fix="give another --output", path=path
+        ) from error
+    return path
 
 
 def write_bytes(path: Path, data: bytes) -> Path:

@@ -22,7 +22,7 @@ from lamella.endpoint.limits import Ledger
 from lamella.errors import UserError
 from lamella.eval.metrics import WARN_SHARE, Prediction, measure
 from lamella.eval.task import load_task
-from lamella.files import write_json, write_text
+from lamella.files import make_folder, write_json, write_text
 
 CACHE = "answers.sqlite"
 
@@ -42,7 +42,7 @@ def compare(config: CompareConfig, out: Path, *, transport: Any = None, sleep: A
         task = task.limited(config.limit)
     for note in task.notes:
         notice(note)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     cache = AnswerCache(out / CACHE)
     try:
         ledger = Ledger(config.ceiling_amount, cache.money())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +16,18 @@ from lamella.errors import UserError
 Answering = Literal["likelihood", "constrained", "think", "generate"]
 Way = Literal["auto", "json_schema", "enum_schema", "choice", "guided_choice"]
 Role = Literal["self-hosted-tuned", "self-hosted-base", "api-base", "api-tuned", "baseline"]
+
+
+def check_address(address: str) -> None:
+    """Raises `ValueError` for what is no http(s) address of a server."""
+    wrong = f"endpoint {address!r} is no http(s) address"
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{wrong}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError(wrong)
 
 
 class Candidate(Section):
@@ -84,8 +97,7 @@ class Candidate(Section):
                 f"{self.name!r} names {' and '.join(kinds) or 'nothing'}: give one of store, checkpoint, endpoint, baseline"
             )
         if self.endpoint is not None:
-            if not re.match(r"https?://", self.endpoint):
-                raise ValueError(f"endpoint {self.endpoint!r} is no http(s) address")
+            check_address(self.endpoint)
             if self.model is None:
                 raise ValueError(f"{self.name!r}: an endpoint needs `model`")
             if self.answering == "likelihood" and self.tokenizer is None:
@@ -154,7 +166,7 @@ class CompareConfig(Section):
 
     @property
     def ceiling_amount(self) -> float | None:
-        return None if self.ceiling is None else float(self.ceiling.split()[0].removesuffix(self.currency))
+        return None if self.ceiling is None else float(self.ceiling.strip()[:-3])
 
 
 def load_compare(path: Path) -> CompareConfig:
@@ -163,7 +175,7 @@ def load_compare(path: Path) -> CompareConfig:
     tree = read_toml(path, "compare.toml")
     _anchor(tree, path.parent)
     config = checked(CompareConfig, tree, path)
-    if config.ceiling is not None and config.ceiling.split()[-1] != config.currency:
+    if config.ceiling is not None and config.ceiling.strip()[-3:] != config.currency:
         raise UserError(
             f"ceiling {config.ceiling!r} is not in {config.currency}", fix="give both in one currency", path=path
         )

@@ -103,7 +103,7 @@ class SpanTaskConfig(Section):
     def _check(cls, value: str) -> str:
         try:
             value.format(tenant="", text="", labels="")
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(f"{error!r}: fields are tenant, text, labels; write {{{{ and }}}} for braces") from error
         if "{text}" not in value:
             raise ValueError("the prompt does not show {text}")

@@ -14,16 +14,22 @@ from lamella.endpoint.prices import GivenPrice
 Kind = Literal["self-hosted tuned", "self-hosted base", "API base", "API tuned"]
 
 
+def check_date(text: str) -> None:
+    """Raises `ValueError` for what is no date of our time."""
+    if not 2000 <= datetime.date.fromisoformat(text).year < 2200:
+        raise ValueError(f"{text} is no date between 2000 and 2200")
+
+
 class Volume(Section):
     documents_per_month: float = Field(gt=0, le=1e12)
     """Documents a month."""
-    input_tokens: float = Field(0.0, ge=0)
+    input_tokens: float = Field(0.0, ge=0, le=1e9)
     """Of a document's prompt."""
-    output_tokens: float = Field(0.0, ge=0)
+    output_tokens: float = Field(0.0, ge=0, le=1e9)
     """Of an answer, thinking included."""
-    peak_factor: float = Field(1.0, ge=1)
+    peak_factor: float = Field(1.0, ge=1, le=1e4)
     """Busiest hour over the mean one: machines are bought for it."""
-    hours_per_month: float = Field(730.0, gt=0, le=744)
+    hours_per_month: float = Field(730.0, ge=1, le=744)
     """Hours a month that machines are paid for; fewer where they are switched off at night."""
     growth_per_month: float = Field(0.0, gt=-1, le=10)
     """Share by which documents grow each month."""
@@ -32,9 +38,9 @@ class Volume(Section):
 
 
 class Worth(Section):
-    per_f1_point_per_month: float | None = Field(None, ge=0)
+    per_f1_point_per_month: float | None = Field(None, ge=0, le=1e12)
     """What one point of macro-F1 (0.01) is worth a month."""
-    per_wrong_label: float | None = Field(None, ge=0)
+    per_wrong_label: float | None = Field(None, ge=0, le=1e9)
     """What one wrong label costs; then accuracy counts instead of F1."""
 
     @model_validator(mode="after")
@@ -87,19 +93,19 @@ class Option(Section):
     """By hand; in the place of a comparison's."""
     gain: GivenGain | None = None
     """Difference to the current option by hand, where only that is known."""
-    input_tokens: float | None = Field(None, ge=0)
+    input_tokens: float | None = Field(None, ge=0, le=1e9)
     """Of a document, where this option's prompt differs; None: as `volume` or its candidate has it."""
-    output_tokens: float | None = Field(None, ge=0)
+    output_tokens: float | None = Field(None, ge=0, le=1e9)
     """Of an answer, thinking included, where this option's differs."""
     price: GivenPrice | str | None = None
     """Of an API, per million tokens, by hand with its date or "provider:model"; None: the comparison's."""
     machine: str | None = None
     """Of the catalogue, such as "4xH100-80"; its dated price counts."""
-    machine_per_hour: float | None = Field(None, ge=0)
+    machine_per_hour: float | None = Field(None, ge=0, le=1e6)
     """Money an hour of one machine; in the place of the catalogue's."""
     price_date: str | None = None
     """When that was the price, YYYY-MM-DD."""
-    documents_per_s: float | None = Field(None, gt=0)
+    documents_per_s: float | None = Field(None, ge=1e-6, le=1e9)
     """That one machine answers at full load."""
     load_test: Path | None = None
     """loadtest.json: documents per second and latency are its own."""
@@ -107,23 +113,23 @@ class Option(Section):
     """plan.json (`lamella plan --json`) with a serving preview: its bounds give documents per second and latency."""
     plan_format: Literal["bf16", "fp8", "nf4"] | None = None
     """Format of the weights in the plan; None: the most exact that fits."""
-    p99_over_mean: float = Field(2.0, ge=1)
+    p99_over_mean: float = Field(2.0, ge=1, le=1e3)
     """p99 over mean latency, with a plan, which knows the mean alone."""
     plan_share: float = Field(0.5, gt=0, le=1)
     """Share of a plan's bound that a server is taken to reach."""
-    latency_p99_s: float | None = Field(None, gt=0)
+    latency_p99_s: float | None = Field(None, gt=0, le=1e9)
     """By hand."""
-    once: float = Field(0.0, ge=0)
+    once: float = Field(0.0, ge=0, le=1e12)
     """Paid once: training, set-up."""
-    retrain: float = Field(0.0, ge=0)
+    retrain: float = Field(0.0, ge=0, le=1e12)
     """Each re-training."""
-    retrain_every_months: float | None = Field(None, gt=0)
+    retrain_every_months: float | None = Field(None, ge=0.01, le=1200)
     """How often; None: never."""
-    staff_hours_once: float = Field(0.0, ge=0)
+    staff_hours_once: float = Field(0.0, ge=0, le=1e6)
     """To bring it about."""
-    staff_hours_per_month: float = Field(0.0, ge=0)
+    staff_hours_per_month: float = Field(0.0, ge=0, le=1e6)
     """To keep it running."""
-    per_month: float = Field(0.0, ge=0)
+    per_month: float = Field(0.0, ge=0, le=1e12)
     """Any other cost a month."""
 
     @property
@@ -135,7 +141,7 @@ class Option(Section):
     @classmethod
     def _check_date(cls, value: str | None) -> str | None:
         if value is not None:
-            datetime.date.fromisoformat(value)
+            check_date(value)
         return value
 
     @model_validator(mode="after")
@@ -169,9 +175,9 @@ class DecideConfig(Section):
     """The option in use now: what all others are measured against."""
     proposal: str
     """The option to decide on."""
-    staff_per_hour: float = Field(0.0, ge=0)
+    staff_per_hour: float = Field(0.0, ge=0, le=1e6)
     """Cost of an hour of work."""
-    latency_p99_s: float | None = Field(None, gt=0)
+    latency_p99_s: float | None = Field(None, gt=0, le=1e9)
     """An option that is slower is out."""
     review: str | None = None
     """A date by which to look again anyway, YYYY-MM-DD."""
@@ -201,7 +207,7 @@ class DecideConfig(Section):
         if self.current == self.proposal:
             raise ValueError("current and proposal are the same option: there is nothing to decide")
         if self.review is not None:
-            datetime.date.fromisoformat(self.review)
+            check_date(self.review)
         return self
 
 

@@ -94,6 +94,10 @@ _WITHIN = {"peak factor": (1.0, math.inf), "hours a month": (0.0, 744.0), "share
 """Values that an input cannot have lie outside."""
 
 
+RANGE_FACTOR = 1e6
+"""Ranges reach no further from a value: beyond, floats leave their own range and no answer means anything."""
+
+
 def _within(name: str) -> tuple[float, float]:
     return _WITHIN.get(name.rpartition(": ")[2], (-math.inf, math.inf))
 
@@ -240,6 +244,9 @@ def check_ranges(case: Case, ranges: Mapping[str, tuple[float, float]]) -> str:
         signed = name.endswith(": quality gain") or name == "growth a month"
         if low < least or high > most or (low <= 0 and not signed):
             return f"{name!r}: {low:g} to {high:g} is not within {max(least, 0):g} (left out) and {most:g}"
+        value = abs(inputs[name])
+        if (not signed and low < value / RANGE_FACTOR) or max(abs(low), abs(high)) > max(value, 1.0) * RANGE_FACTOR:
+            return f"{name!r}: {low:g} to {high:g} is further than a factor of {RANGE_FACTOR:g} from {inputs[name]:g}; nearer values"
     return ""
 
 

@@ -40,7 +40,7 @@ class AnswerCache:
             )
         except (sqlite3.Error, OSError) as error:
             raise UserError(
-                f"cannot be used as a cache: {error}", fix="delete it, or give another --out", path=path
+                f"cannot be used as a cache: {error}", fix="delete it, or give another --output", path=path
             ) from error
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -48,7 +48,7 @@ class AnswerCache:
         return None if row is None else json.loads(row[0])
 
     def put(self, key: str, answer: Mapping[str, Any]) -> None:
-        self._db.execute("insert or replace into answers values (?, ?)", (key, json.dumps(answer, ensure_ascii=False)))
+        self._db.execute("insert or replace into answers values (?, ?)", (key, json.dumps(answer)))
 
     def money(self) -> float:
         """What all answers in it have cost."""

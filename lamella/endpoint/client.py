@@ -166,7 +166,7 @@ class Endpoint:
                     said, wait_s = _message(answer), _retry_after(answer)
             except httpx.TimeoutException:
                 said = "no answer in time"
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, ValueError, RecursionError) as error:
                 said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if (status not in AGAIN and status not in (0, 200)) or attempt + 1 == self._attempts:
                 raise Refused(status, self._clean(said))
@@ -236,8 +236,10 @@ def usage_of(tree: Mapping[str, Any]) -> Usage:
     used = tree.get("usage")
     if not isinstance(used, dict):
         return Usage()
-    out = used.get("completion_tokens_details") or {}
-    given = used.get("prompt_tokens_details") or {}
+    out, given = (
+        d if isinstance(d := used.get(name), dict) else {}
+        for name in ("completion_tokens_details", "prompt_tokens_details")
+    )
     return Usage(_count(used.get("prompt_tokens")), _count(used.get("completion_tokens")), _count(out.get("reasoning_tokens")),
                  _count(given.get("cached_tokens")))  # fmt: skip
 

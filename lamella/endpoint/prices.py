@@ -19,11 +19,11 @@ MILLION = 1_000_000
 class GivenPrice(Section):
     """A price by hand, per million tokens."""
 
-    input: float = Field(ge=0)
+    input: float = Field(ge=0, le=1e6)
     """Of input tokens."""
-    output: float = Field(ge=0)
+    output: float = Field(ge=0, le=1e6)
     """Of output tokens, thinking included."""
-    cached_input: float | None = Field(None, ge=0)
+    cached_input: float | None = Field(None, ge=0, le=1e6)
     """Of input tokens that the server had cached; None: as input."""
     currency: str = "USD"
     """ISO code."""
@@ -33,7 +33,8 @@ class GivenPrice(Section):
     @field_validator("date")
     @classmethod
     def _check(cls, value: str) -> str:
-        datetime.date.fromisoformat(value)
+        if not 2000 <= datetime.date.fromisoformat(value).year < 2200:
+            raise ValueError(f"{value} is no date of a price")
         return value
 
 

@@ -35,7 +35,14 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
     """
     if not folder.is_dir():
         raise UserError("no such folder", fix="give the folder of a run, such as runs/demo", path=folder)
-    return write_text(target or folder / "report.html", render(folder))
+    page = render(folder)
+    target = target or folder / "report.html"
+    try:
+        return write_text(target, page)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}", fix="give another --out, in a folder that is there", path=target
+        ) from error
 
 
 def render(folder: Path) -> str:

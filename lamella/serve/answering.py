@@ -231,8 +231,14 @@ def plain_logprobs(tokens: Sequence[Token], decode: Callable[[Sequence[int]], st
 
 
 def _by_text(token: Token, text: str, decode: Callable[[Sequence[int]], str]) -> dict[str, float | None] | None:
-    """The likeliest tokens and the token itself; of those that read alike, the likelier. Nothing before the first token."""
+    """The likeliest tokens and the token itself. Of tokens that read alike the one that stands there keeps its text (then the
+    likelier one), the others are `token_id:N`. Nothing before the first token."""
     if token.logprob is None:
         return None
-    found = {decode([i]): logp(value) for i, value in reversed(token.top)}
-    return {text: logp(token.logprob), **found} if found else {}
+    if not token.top:
+        return {}
+    owner, found = {text: token.id}, {text: logp(token.logprob)}
+    for i, value in token.top:
+        reads = decode([i])
+        found[reads if owner.setdefault(reads, i) == i else f"token_id:{i}"] = logp(value)
+    return found

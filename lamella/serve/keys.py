@@ -113,6 +113,10 @@ class KeyStore:
             raise UserError(
                 f"cannot be read: {error.strerror}", fix="make a key with `lamella serve keys add`", path=self.path
             ) from error
+        if stat.st_mode & 0o022:
+            raise UserError(
+                "others may write to it, and so make keys of their own", fix=f"chmod 600 {self.path}", path=self.path
+            )
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen != self._seen:
             self._records = {record.id: record for record in read_keys(self.path).keys}
@@ -181,6 +185,8 @@ def add_key(path: Path, record: NewKey) -> tuple[KeyRecord, str]:
     Raises:
         UserError: it would reach nothing, a name that a living key has already, a broken file.
     """
+    if not record.name.strip() or not all(a.strip() for a in record.adapters):
+        raise UserError("a key and the adapters that it reaches need names", fix="give a NAME, and --adapter NAME")
     if not (record.adapters or record.base or record.admin or record.metrics):
         raise UserError("the key would reach nothing", fix="give --adapter NAME, --base, --admin or --metrics")
     with _alone(path) as file:

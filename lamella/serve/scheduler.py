@@ -24,6 +24,7 @@ from lamella.console import notice
 from lamella.engine import Engine
 from lamella.engine.serving import Resident, Serving, read_resident
 from lamella.errors import UserError
+from lamella.hardware.memory import memory_limit_bytes
 from lamella.models.paged import PagedCache
 from lamella.serve.backend import (
     Busy,
@@ -42,7 +43,7 @@ from lamella.serve.backend import (
 from lamella.serve.queues import Full, Lanes
 from lamella.serve.sampling import Chooser
 from lamella.serve.work import Answer, Job, Likeliest, Pass, Prompt, ScoreGroups, Scoring, run_pass
-from lamella.units import parse_bytes
+from lamella.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lamella.serve.settings import ServeConfig
@@ -478,11 +479,16 @@ def open_backend(config: ServeConfig) -> EngineBackend:
     from lamella.store.reader import Store
 
     asked = config.engine
+    kv_bytes, limit = parse_bytes(asked.kv_cache), memory_limit_bytes()
+    if asked.device == "cpu" and kv_bytes > limit:
+        raise UserError(
+            f"engine.kv_cache is {asked.kv_cache}, and this machine has {format_bytes(limit)}", fix="give it less"
+        )
     engine = Engine.open(
         Store.open(config.store), dtype=asked.dtype, device=asked.device, threads=asked.threads,
         budget_bytes=None if asked.budget is None else parse_bytes(asked.budget),
     )  # fmt: skip
     return EngineBackend(
-        engine, kv_bytes=parse_bytes(asked.kv_cache), max_rows=asked.max_rows, max_batch_tokens=asked.max_batch_tokens,
+        engine, kv_bytes=kv_bytes, max_rows=asked.max_rows, max_batch_tokens=asked.max_batch_tokens,
         queue=config.limits.queue,
     )  # fmt: skip

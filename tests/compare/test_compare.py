@@ -234,6 +234,9 @@ def test_the_key_is_written_nowhere(folder, monkeypatch, capfd):
         ({"name": "x", "store": "s", "baseline": "tfidf"}, "give one of"),
         ({"name": "x", "endpoint": "ftp://x", "model": "m"}, "no http"),
         ({"name": "x", "endpoint": "http://x/v1"}, "needs `model`"),
+        ({"name": "x", "endpoint": "http://", "model": "m"}, "no http"),
+        ({"name": "x", "endpoint": "http://127.0.0.1:99999/v1", "model": "m"}, "no http"),
+        ({"name": "x", "endpoint": "http://[::1/v1", "model": "m"}, "no http"),
         ({"name": "x", "endpoint": "http://x/v1", "model": "m", "answering": "likelihood"}, "tokenizer"),
         ({"name": "x", "baseline": "tfidf", "adaptor": "a"}, "nearest valid name: `adapter`"),
         ({"name": "x", "baseline": "tfidf", "few_shot": -1}, "few_shot"),
@@ -440,3 +443,17 @@ def test_equal_candidates_do_not_differ():
 def test_confusion_counts_answers_without_a_label():
     found = confusion(predictions(["a", None, "b", "a"]), {"t": ("a", "b")})["t"]
     assert found["counts"] == [[1, 0, 1], [1, 1, 0]]
+
+
+def test_a_ceiling_may_be_written_without_a_blank(folder):
+    assert (
+        write(folder, api(price={"input": 1.0, "output": 1.0, "date": "2026-11-01"}), ceiling="5USD").ceiling_amount
+        == 5.0
+    )
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+def test_results_that_cannot_be_written_are_told(folder, below):
+    (folder / "file").write_text("")
+    with pytest.raises(UserError, match="no folder can be made"):
+        compare(write(folder, {"name": "a", "baseline": "majority"}), folder / "file" / below)

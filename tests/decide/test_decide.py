@@ -325,6 +325,25 @@ def test_bad_input(tmp_path, top, own, said):
     assert re.search(said, str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("documents_per_s = 3.0", "documents_per_s = 1e-300"), ("peak_factor = 2.0", "peak_factor = 1e300"),
+        ("staff_hours_per_month = 4", "staff_hours_per_month = 1e308"),
+        ("retrain_every_months = 6", "retrain_every_months = 1e9"), ("once = 500.0", "once = 1e308"),
+        ("per_month = 100.0", "per_month = 1e308"),
+        ("peak_factor = 2.0", "peak_factor = 2.0\nhours_per_month = 1e-300"), ('name = "d"', 'name = "d"\nreview = "9999-12-31"'),
+        ('name = "d"', 'name = "d"\nsensitivity = {"tuned: documents per second" = [1e-310, 1.0]}'),
+    ],
+)  # fmt: skip
+def test_numbers_beyond_all_sense_are_refused(tmp_path, old, new):
+    file = write(tmp_path)
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(UserError):
+        decide(load_decide(file))
+
+
 def test_names_that_do_not_fit(tmp_path):
     file = write(tmp_path)
     text = file.read_text()

@@ -224,3 +224,25 @@ def test_what_is_no_key_is_refused_and_not_shown(monkeypatch, key):
     with pytest.raises(UserError, match="one line of ASCII") as caught:
         ask(FakeServer(), key_env="TEST_KEY")
     assert "SECRET123" not in str(caught.value)
+
+
+@pytest.mark.parametrize("details", [[1], "x", 3, None])
+def test_odd_usage_is_no_usage(details):
+    from lamella.endpoint.client import usage_of
+
+    usage = usage_of(
+        {"usage": {"prompt_tokens": 5, "completion_tokens_details": details, "prompt_tokens_details": details}}
+    )
+    assert (usage.input, usage.output, usage.reasoning, usage.cached_input) == (5, None, None, None)
+
+
+def test_half_a_character_is_kept(tmp_path):
+    cache = AnswerCache(tmp_path / "a.sqlite")
+    cache.put("k", {"text": "\ud800", "cost": 1.0})
+    assert cache.get("k")["text"] == "\ud800"
+
+
+@pytest.mark.parametrize("date", ["9999-12-31", "1999-01-01"])
+def test_dates_of_prices_are_of_our_time(date):
+    with pytest.raises(ValueError, match="no date of a price"):
+        GivenPrice(input=1.0, output=1.0, date=date)

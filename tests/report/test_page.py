@@ -279,6 +279,12 @@ def test_empty_or_missing_folder_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("target", ["gone/x.html", "."])
+def test_a_page_that_cannot_be_written_is_told(run, tmp_path, target):
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report(run, tmp_path / target)
+
+
 def test_the_verb(run, tmp_path):
     result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "p.html"), "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["details"]["trial"]["status"] == "ok"

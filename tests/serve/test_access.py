@@ -316,3 +316,21 @@ def test_a_known_id_with_another_secret_is_nobody(keyed, change):
     answer = keyed.client.post(URL, json=chat(), headers={"Authorization": f"Bearer {start}{wrong}"})
     assert answer.status_code == 401 and keyed.backend.seen == []
     assert keyed.client.post(URL, json=chat(), headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620])
+def test_a_key_file_that_others_may_write_is_refused(tmp_path, mode):
+    path = tmp_path / "keys.json"
+    add_key(path, NewKey("t", base=True))
+    assert KeyStore(path)
+    path.chmod(mode)
+    with pytest.raises(UserError, match="others may write") as caught:
+        KeyStore(path)
+    assert "chmod 600" in caught.value.fix
+
+
+@pytest.mark.parametrize("record", [NewKey("", base=True), NewKey(" ", base=True), NewKey("t", adapters=("",))])
+def test_a_key_without_a_name_is_refused(tmp_path, record):
+    with pytest.raises(UserError, match="need names"):
+        add_key(tmp_path / "keys.json", record)
+    assert not (tmp_path / "keys.json").exists()

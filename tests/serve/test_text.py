@@ -80,3 +80,15 @@ def test_reasoning_is_split_as_in_the_whole_text(pieces, opened):
 )
 def test_examples(text, wanted):
     assert read(text) == wanted
+
+
+def test_likeliest_tokens_that_read_alike_are_told_apart():
+    """Half a character reads as the replacement mark whatever its byte: a client looks its token up by text."""
+    from lamella.serve.answering import plain_logprobs
+    from lamella.serve.backend import Token
+
+    texts = {1: "a", 2: "\ufffd", 3: "\ufffd", 4: "\ufffd"}
+    token = Token(3, -4.8, ((2, -0.9), (4, -1.5), (1, -2.0)))
+    (found,) = plain_logprobs([token], lambda ids: texts[ids[0]])["top_logprobs"]
+    assert found == {"\ufffd": -4.8, "token_id:2": -0.9, "token_id:4": -1.5, "a": -2.0}
+    assert max(found, key=found.get) != "\ufffd"  # it was not the likeliest
