@@ -39,6 +39,8 @@ ROWS_PER_EXPERT = (8, 32, 128, 512)
 class _Packed:
     """Stands for `ExpertBytes` on random bytes."""
 
+    first = 0
+
     def __init__(self, count: int, hidden: int, inner: int) -> None:
         numel = hidden * inner
         blocks = numel // 64

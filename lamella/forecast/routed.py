@@ -249,13 +249,22 @@ class CudaExperts(Experts):
 
 def expert_scratch_bytes(hidden: int, inner: int, rank1: int, rank2: int) -> float:
     """Bytes of a thread's scratch in `kernels/cpu/amx_experts.c`, for backward."""
-    h, i, chunk = hidden, inner, max(32, min(512, (1 << 20) // (2 * hidden) // 32 * 32))
+    h, i, chunk = hidden, inner, min(512, (1 << 19) // (2 * hidden) // 32 * 32)
+    if chunk < 128:
+        chunk = max(32, min(128, (1 << 20) // (2 * hidden) // 32 * 32))
     tiles, kh, ki = chunk // 16, h // 32, i // 32
     r1, r2 = (-(-r // 16) for r in (rank1, rank2))
     k1, k2 = (-(-r // 32) for r in (rank1, rank2))
     in_tiles = tiles * (kh + 3 * ki + 2 * k1 + 2 * k2)
     in_tiles += (r1 + 1) * kh + 2 * i // 16 * k1 + r1 * 2 * ki + (r2 + 1) * ki + h // 16 * k2 + r2 * kh
     in_tiles += h // 16 * k1 + i // 16 * k2 + (max(r1, r2) * 4 + 2) * chunk // 32
-    padded1, padded2 = (-(-r // 2) * 2 * 4 * 256 for r in (r1, r2))
-    floats = 3 * h * i // 64 + 16 * 256 + chunk * 16 + padded1 * (h // 32 + 2 * i // 32) + padded2 * (i // 32 + h // 32)
-    return float(in_tiles * 1024 + 2 * 2 * 64 * max(h, i) + 4 * floats)
+    padded1, padded2 = (-(-r // 2) * 4 * 256 for r in (r1, r2))
+    in_tiles += 2 * max(2 * max(kh, ki), 16 * min(max(kh, 2 * ki), 12))
+    floats = (
+        3 * h * i // 64
+        + -(-tiles // 2) * 8 * 4 * 256
+        + chunk * 16
+        + padded1 * (h // 32 + 2 * i // 32)
+        + padded2 * (i // 32 + h // 32)
+    )
+    return float(in_tiles * 1024 + 4 * floats)

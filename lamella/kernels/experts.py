@@ -73,6 +73,8 @@ def _library() -> ctypes.CDLL:
     lib = load(build.find() or build.build())
     for function in (lib.lamella_experts_forward, lib.lamella_experts_backward):
         function.argtypes = [ctypes.POINTER(_Job)]
+    lib.lamella_experts_scratch.argtypes = [ctypes.POINTER(_Job), ctypes.c_int]
+    lib.lamella_experts_scratch.restype = c_int64
     lib.lamella_experts_route.argtypes = [*[c_void_p] * 2, *[c_int64] * 5, *[c_void_p] * 4]
     lib.lamella_experts_combine.argtypes = [*[c_void_p] * 4, *[c_int64] * 3, ctypes.c_int]
     return lib
@@ -203,6 +205,12 @@ def _job(weights: PackedExperts, x_TH: Tensor, routing: Routing, lora1: Lora | N
 def _call(function: ctypes._FuncPointer, job: _Job) -> None:
     if function(ctypes.byref(job)):
         raise MemoryError("no memory for the expert kernels' scratch")
+
+
+def scratch_bytes(hidden: int, inner: int, rank1: int, rank2: int) -> int:
+    """Bytes that each thread keeps for backward, from call to call."""
+    job = _Job(hidden=hidden, inner=inner, rank1=rank1, rank2=rank2)
+    return int(_library().lamella_experts_scratch(ctypes.byref(job), 1))
 
 
 def forward(

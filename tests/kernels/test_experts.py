@@ -108,6 +108,8 @@ CASES = [
     pytest.param((3, 256, 192, 70, 2, (0, 33)), {}, id="lora-on-down-only"),
     pytest.param((3, 256, 192, 70, 2, (40, 0)), {}, id="lora-on-gate-up-only"),
     pytest.param((6, 64, 192, 1300, 2, (17, 5)), {"skewed": True}, id="more-rows-than-a-chunk"),
+    pytest.param((3, 832, 320, 300, 2, (20, 3)), {}, id="strips-in-parts"),
+    pytest.param((3, 1088, 448, 270, 2, (4, 36)), {"skewed": True}, id="strips-in-parts-and-more-rows-than-a-chunk"),
     pytest.param((6, 64, 64, 1, 2, (1, 1)), {}, id="one-token"),
     pytest.param((4, 128, 128, 200, 2, (8, 8)), {"double": False}, id="plain-scales"),
     pytest.param((5, 192, 64, 90, 2, (8, 8)), {"fused": True}, id="one-tensor-for-all-experts"),
@@ -220,6 +222,18 @@ def test_every_route_is_right(name):
     if "cannot run expert kernels" in done.stderr:
         pytest.skip(f"no {name} here")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 0), (0, 17), (16, 40)])
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(64, 64), (512, 192), (832, 320), (2048, 768), (4096, 1536), (7168, 2048)]
+)
+def test_plans_know_the_scratch(hidden, inner, ranks):
+    from lamella.forecast.routed import expert_scratch_bytes
+
+    assert expert_scratch_bytes(hidden, inner, *ranks) == pytest.approx(
+        experts.scratch_bytes(hidden, inner, *ranks), rel=1e-3
+    )
 
 
 def test_unknown_route(monkeypatch):

@@ -1,19 +1,20 @@
 /* Gated experts (down(silu(gate x) * up x)), forward and backward, straight from NF4, with LoRA on both sides.
 
-   One expert is one piece of work. Its rows are gathered into tiles once; then 64 rows (or columns) of a weight matrix at
-   a time are undone into a panel that stays in the cache and is multiplied with all rows. Nothing of the size of the weights
-   or of the gathered rows exists in between. Going forward weights are the left operand, so their rows lie along k as they
+   One expert is one piece of work. Its rows are gathered into tiles once; then a strip of the weights at a time is undone
+   into a panel that stays in the cache and is multiplied with all rows, while the next strip is undone into another
+   (undoing.h). Nothing of the size of the weights or of the gathered rows exists in between. Going forward weights are the left operand, so their rows lie along k as they
    are stored; going back they are the right one and pairs of rows are interleaved while they are undone. */
 #include "experts.h"
 #include "kernels.h"
 #include "parallel.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AMX_BF16__)
-#include "tiles.h"
+#include "undoing.h"
 
 #include <stdlib.h>
 
-enum { PANEL = 64, CHUNK_MAX = 512, CHUNK_BYTES = 1 << 20, AHEAD = 64 };
+enum { PANEL = 64, WIDE = 4, PART = 12, CHUNK = 128, CHUNK_MAX = 512, CHUNK_BYTES = 1 << 19 };
+/* Of a right strip: blocks of 64 columns, and k-tiles. A row of it is 128 bytes of codes, read in one go. */
 
 static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -22,7 +23,7 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef struct {
     int64_t chunk, kh, ki, r1, r2, kr1, kr2;
     float *gate_scale, *up_scale, *down_scale, *dweight, *grad_a1, *grad_b1, *grad_a2, *grad_b2, *c;
-    bf16 *rows, *act, *dgate, *dup, *panel, *xa1, *xa2, *a1, *b1, *a2, *b2, *a1_right, *a2_right, *u1, *u2, *left, *right;
+    bf16 *rows, *act, *dgate, *dup, *panels[2], *xa1, *xa2, *a1, *b1, *a2, *b2, *a1_right, *a2_right, *u1, *u2, *left, *right;
 } scratch;
 
 static size_t lay_out(const experts_job *job, int backward, scratch *s, char *base) {
@@ -34,6 +35,7 @@ static size_t lay_out(const experts_job *job, int backward, scratch *s, char *ba
     } while (0)
     const int64_t h = job->hidden, i = job->inner;
     s->chunk = least(CHUNK_MAX, CHUNK_BYTES / (h * 2) / 32 * 32);
+    if (s->chunk < CHUNK) s->chunk = least(CHUNK, 2 * CHUNK_BYTES / (h * 2) / 32 * 32);
     if (s->chunk < 32) s->chunk = 32;
     s->kh = h / DEPTH;
     s->ki = i / DEPTH;
@@ -45,10 +47,14 @@ static size_t lay_out(const experts_job *job, int backward, scratch *s, char *ba
     TAKE(gate_scale, blocks);
     TAKE(up_scale, blocks);
     TAKE(down_scale, blocks);
-    TAKE(c, 16 * TILE_C);
     TAKE(rows, tiles * s->kh * TILE);
     TAKE(act, tiles * s->ki * TILE);
-    TAKE(panel, 2 * PANEL * (h > i ? h : i));
+    const int64_t longest = s->kh > s->ki ? s->kh : s->ki, right = s->kh > 2 * s->ki ? s->kh : 2 * s->ki;
+    int64_t panel = 2 * longest;
+    if (backward && 4 * WIDE * least(right, PART) > panel) panel = 4 * WIDE * least(right, PART);
+    TAKE(panels[0], panel * TILE);
+    TAKE(panels[1], panel * TILE);
+    TAKE(c, (backward ? up_to(tiles, 2) * 2 * WIDE : 4) * 4 * TILE_C);
     TAKE(xa1, tiles * s->kr1 * TILE);
     TAKE(xa2, tiles * s->kr2 * TILE);
     TAKE(a1, (s->r1 + 1) * s->kh * TILE);
@@ -106,51 +112,6 @@ static void load_scales(const experts_job *job, const expert_matrix *m, float *o
         stop = least((b / ABSMAX_BLOCK + 1) * ABSMAX_BLOCK, first + blocks);
         kernels_avx512->scales(q + b, code, absmax2[b / ABSMAX_BLOCK], offset, stop - b, out + (b - first));
     }
-}
-
-/* 64 rows from `first` of a matrix of `columns` as left tiles [4][columns / 32]: dealt out to the four tiles in turn (quad
-   order), or 16 that follow one another to each. */
-static void undo_left(const uint8_t *codes, const float *scales, int64_t columns, int64_t first, int by_quads, bf16 *out) {
-    const int64_t depth = columns / DEPTH, blocks = columns / PANEL;
-    for (int64_t row = 0; row < PANEL; row++) {
-        const int64_t tile = by_quads ? row & 3 : row >> 4, line = by_quads ? row >> 2 : row & 15;
-        const uint8_t *from = codes + (first + row) * columns / 2;
-        const float *scale = scales + (first + row) * blocks;
-        bf16 *to = out + tile * depth * TILE + line * DEPTH;
-        for (int64_t b = 0; b < blocks; b++) {
-            if (b % 2 == 0) _mm_prefetch((const char *)from + (AHEAD / 16) * columns / 2 + b * 32, _MM_HINT_T0);
-            undo_block(from + b * 32, scale[b], to + 2 * b * TILE, to + (2 * b + 1) * TILE);
-        }
-    }
-}
-
-/* The pair of rows that lies at pair p of k-tile t: rows that follow one another, or in quad order. */
-static inline void pair_of(int by_quads, int64_t tile, int64_t pair, int64_t *even, int64_t *odd) {
-    if (by_quads) {
-        const int64_t q = 2 * (tile & 1) + (pair >> 3), w = 2 * (pair & 7);
-        *even = (tile >> 1) * PANEL + 4 * w + q;
-        *odd = *even + 4;
-    } else {
-        *even = tile * DEPTH + 2 * pair;
-        *odd = *even + 1;
-    }
-}
-
-/* Columns 64 block .. of a matrix as right tiles [4][rows / 32], columns in quad order. */
-static void undo_right(const uint8_t *codes, const float *scales, int64_t rows, int64_t columns, int64_t block, int by_quads,
-                       bf16 *out) {
-    const int64_t depth = rows / DEPTH, blocks = columns / PANEL;
-    bf16 *const tiles[4] = {out, out + depth * TILE, out + 2 * depth * TILE, out + 3 * depth * TILE};
-    for (int64_t t = 0; t < depth; t++)
-        for (int64_t p = 0; p < 16; p++) {
-            int64_t even, odd;
-            pair_of(by_quads, t, p, &even, &odd);
-            /* a row's codes are half a line, a stride apart: no hardware prefetcher follows (reading past the end is none) */
-            _mm_prefetch((const char *)codes + (even + AHEAD) * columns / 2 + block * 32, _MM_HINT_T0);
-            _mm_prefetch((const char *)codes + (odd + AHEAD) * columns / 2 + block * 32, _MM_HINT_T0);
-            undo_pair(codes + even * columns / 2 + block * 32, codes + odd * columns / 2 + block * 32,
-                      scales[even * blocks + block], scales[odd * blocks + block], tiles, t * TILE + p * 32);
-        }
 }
 
 /* ---- small matrices of LoRA ------------------------------------------------------------------------------------- */
@@ -261,7 +222,7 @@ static void lora_down(const experts_job *job, const scratch *s, const bf16 *a, c
     for (int64_t r = 0; r < up_to(rank, 16); r++)
         for (int64_t t = 0; t < tiles; t += 2) {
             const int columns = (int)least(2, tiles - t);
-            const tile_run run = {{a + r * depth * TILE}, {x + t * depth * TILE, x + (t + 1) * depth * TILE}, depth};
+            const tile_run run = {{a + r * depth * TILE}, {x + t * depth * TILE, x + (t + 1) * depth * TILE}, depth, 0};
             multiply((int)job->amx, s->c, &run, 1, 1, columns, 0);
             for (int j = 0; j < columns; j++) {
                 float *c = s->c + j * TILE_C;
@@ -300,57 +261,73 @@ static void activate(const float *gate, const float *up, bf16 *act, bf16 *gate_o
     }
 }
 
+/* Strip n of the forward pass: 16 rows of gate and of up, in quad order; then 32 rows of down. */
+static undoing forward_strip(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t n,
+                             int64_t products) {
+    const int64_t first = n - job->inner / ROWS;
+    if (first < 0) {
+        const int64_t row = n / 4 * PANEL + n % 4;
+        return undo_left(job->base + m[0].codes, s->gate_scale, row, job->base + m[1].codes, s->up_scale, row, 4,
+                         job->hidden, s->panels[n & 1], products);
+    }
+    const uint8_t *codes = job->base + m[2].codes;
+    const int64_t row = first * 2 * ROWS;
+    if (row >= job->hidden) return (undoing){.steps = 0};
+    return undo_left(codes, s->down_scale, row, codes, s->down_scale, row + ROWS, 1, job->inner, s->panels[n & 1], products);
+}
+
 static void forward_chunk(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t first, int64_t rows,
                           int64_t of_expert, int64_t in_expert) {
-    const int64_t tiles = up_to(rows, ROWS), h = job->hidden, inner = job->inner;
+    const int64_t tiles = up_to(rows, ROWS), pairs = tiles / 2, h = job->hidden, inner = job->inner;
+    const int64_t inner_strips = inner / ROWS, strips = inner_strips + h / (2 * ROWS);
     const int amx = (int)job->amx;
     gather_right(job, job->token + first, rows, s->rows);
     if (job->rank1)
         lora_down(job, s, s->a1, s->rows, s->kh, job->rank1, (float)job->scale1, rows, s->xa1,
                   job->xa1 ? job->xa1 + (first - in_expert) * job->rank1 + in_expert : NULL, of_expert);
-    bf16 *up_panel = s->panel + PANEL * h;
-    for (int64_t b = 0; b < inner / PANEL; b++) {
-        undo_left(job->base + m[0].codes, s->gate_scale, h, b * PANEL, 1, s->panel);
-        undo_left(job->base + m[1].codes, s->up_scale, h, b * PANEL, 1, up_panel);
+    undoing next = forward_strip(job, s, m, 0, 0);
+    undo_rest(&next, LEFT);
+    for (int64_t n = 0; n < inner_strips; n++) {
+        const bf16 *gate = s->panels[n & 1], *up = gate + s->kh * TILE;
+        const int64_t b = n / 4, q = n % 4;
+        next = forward_strip(job, s, m, n + 1, pairs * s->kh);
         for (int64_t t = 0; t < tiles; t += 2) {
             const int columns = (int)least(2, tiles - t);
-            for (int64_t q = 0; q < 4; q++) {
-                const tile_run runs[2] = {
-                    {{s->panel + q * s->kh * TILE, up_panel + q * s->kh * TILE},
-                     {s->rows + t * s->kh * TILE, s->rows + (t + 1) * s->kh * TILE}, s->kh},
-                    {{s->b1 + (b * 4 + q) * s->kr1 * TILE, s->b1 + ((inner / PANEL + b) * 4 + q) * s->kr1 * TILE},
-                     {s->xa1 + t * s->kr1 * TILE, s->xa1 + (t + 1) * s->kr1 * TILE}, s->kr1}};
-                multiply(amx, s->c, runs, job->rank1 ? 2 : 1, 2, columns, 0);
-                for (int j = 0; j < columns; j++) {
-                    bf16 *act = s->act + ((t + j) * s->ki + 2 * b + q / 2) * TILE + (q & 1 ? 0 : 8 * 32);
-                    const int64_t at = (first + (t + j) * ROWS) * inner + b * PANEL + q * 16;
-                    activate(s->c + j * TILE_C, s->c + (2 + j) * TILE_C, act, job->gate ? job->gate + at : NULL,
-                             job->up ? job->up + at : NULL, inner, least(ROWS, rows - (t + j) * ROWS));
-                }
+            const tile_run runs[2] = {
+                {{gate, up}, {s->rows + t * s->kh * TILE, s->rows + (t + 1) * s->kh * TILE}, s->kh, 0},
+                {{s->b1 + n * s->kr1 * TILE, s->b1 + (inner_strips + n) * s->kr1 * TILE},
+                 {s->xa1 + t * s->kr1 * TILE, s->xa1 + (t + 1) * s->kr1 * TILE}, s->kr1, 0}};
+            multiply_beside(amx, s->c, runs, job->rank1 ? 2 : 1, 2, columns, 0, &next, LEFT);
+            for (int j = 0; j < columns; j++) {
+                bf16 *act = s->act + ((t + j) * s->ki + 2 * b + q / 2) * TILE + (q & 1 ? 0 : 8 * 32);
+                const int64_t at = (first + (t + j) * ROWS) * inner + b * PANEL + q * 16;
+                activate(s->c + j * TILE_C, s->c + (2 + j) * TILE_C, act, job->gate ? job->gate + at : NULL,
+                         job->up ? job->up + at : NULL, inner, least(ROWS, rows - (t + j) * ROWS));
             }
         }
+        undo_rest(&next, LEFT);
     }
     if (job->rank2)
         lora_down(job, s, s->a2, s->act, s->ki, job->rank2, (float)job->scale2, rows, s->xa2,
                   job->xa2 ? job->xa2 + (first - in_expert) * job->rank2 + in_expert : NULL, of_expert);
-    for (int64_t b = 0; b < h / PANEL; b++) {
-        undo_left(job->base + m[2].codes, s->down_scale, inner, b * PANEL, 0, s->panel);
+    for (int64_t n = inner_strips; n < strips; n++) {
+        const bf16 *down = s->panels[n & 1], *lora = s->b2 + 2 * (n - inner_strips) * s->kr2 * TILE;
+        const int64_t column = 2 * (n - inner_strips) * ROWS;
+        next = forward_strip(job, s, m, n + 1, pairs * s->ki);
         for (int64_t t = 0; t < tiles; t += 2) {
             const int columns = (int)least(2, tiles - t);
-            for (int64_t q = 0; q < 4; q += 2) {
-                const bf16 *lora = s->b2 + (b * 4 + q) * s->kr2 * TILE;
-                const tile_run runs[2] = {{{s->panel + q * s->ki * TILE, s->panel + (q + 1) * s->ki * TILE},
-                                           {s->act + t * s->ki * TILE, s->act + (t + 1) * s->ki * TILE}, s->ki},
-                                          {{lora, lora + s->kr2 * TILE},
-                                           {s->xa2 + t * s->kr2 * TILE, s->xa2 + (t + 1) * s->kr2 * TILE}, s->kr2}};
-                multiply(amx, s->c, runs, job->rank2 ? 2 : 1, 2, columns, 0);
-                for (int i = 0; i < 2; i++)
-                    for (int j = 0; j < columns; j++)
-                        store_transposed(s->c + (2 * i + j) * TILE_C, NULL,
-                                         job->y + (first + (t + j) * ROWS) * h + b * PANEL + (q + i) * 16, h,
-                                         least(ROWS, rows - (t + j) * ROWS));
-            }
+            const tile_run runs[2] = {
+                {{down, down + s->ki * TILE}, {s->act + t * s->ki * TILE, s->act + (t + 1) * s->ki * TILE}, s->ki, 0},
+                {{lora, lora + s->kr2 * TILE},
+                 {s->xa2 + t * s->kr2 * TILE, s->xa2 + (t + 1) * s->kr2 * TILE}, s->kr2, 0}};
+            multiply_beside(amx, s->c, runs, job->rank2 ? 2 : 1, 2, columns, 0, &next, LEFT);
+            for (int i = 0; i < 2; i++)
+                for (int j = 0; j < columns; j++)
+                    store_transposed(s->c + (2 * i + j) * TILE_C, NULL,
+                                     job->y + (first + (t + j) * ROWS) * h + column + i * ROWS, h,
+                                     least(ROWS, rows - (t + j) * ROWS));
         }
+        undo_rest(&next, LEFT);
     }
 }
 
@@ -395,7 +372,7 @@ static void lora_up_back(const experts_job *job, const scratch *s, const bf16 *c
         for (int64_t t = 0; t < tiles; t++) {
             tile_run runs[2];
             for (int i = 0; i < count; i++)
-                runs[i] = (tile_run){{d[i] + t * depth * TILE}, {right + (r * count + i) * depth * TILE}, depth};
+                runs[i] = (tile_run){{d[i] + t * depth * TILE}, {right + (r * count + i) * depth * TILE}, depth, 0};
             multiply((int)job->amx, s->c, runs, count, 1, 1, 0);
             float factors[ROWS];
             for (int i = 0; i < ROWS; i++) {
@@ -440,7 +417,7 @@ static void add_gradient(const experts_job *job, const scratch *s, const bf16 *l
             pair_columns(pair[0], pair[1], s->right + t * TILE + p * 32, s->right + (kt + t) * TILE + p * 32);
         }
     for (int64_t r = 0; r < ranks; r += 2) {
-        const tile_run run = {{left + r * kt * TILE, left + (r + 1) * kt * TILE}, {s->right, s->right + kt * TILE}, kt};
+        const tile_run run = {{left + r * kt * TILE, left + (r + 1) * kt * TILE}, {s->right, s->right + kt * TILE}, kt, 0};
         multiply((int)job->amx, c + (r / 2) * 4 * TILE_C, &run, 1, (int)least(2, ranks - r), 2, keep);
     }
 }
@@ -494,55 +471,107 @@ static void activate_back(const experts_job *job, const scratch *s, const float 
     }
 }
 
+/* A right strip of the backward pass: columns of down; or columns of gate on top of those of up, rows in quad order. */
+typedef struct {
+    int64_t block, wide;  /* its blocks of 64 columns */
+    int64_t first, depth; /* its k-tiles */
+    int last;             /* of its columns */
+} right_strip;
+
+static int64_t parts_of(int64_t depth) { return up_to(depth, PART); }
+
+static int64_t strips_of(int64_t depth, int64_t columns) { return up_to(columns / PANEL, WIDE) * parts_of(depth); }
+
+static right_strip strip_at(int64_t n, int64_t depth, int64_t columns) {
+    const int64_t parts = parts_of(depth), block = n / parts * WIDE, part = n % parts, first = depth * part / parts;
+    return (right_strip){block, least(WIDE, columns / PANEL - block), first, depth * (part + 1) / parts - first,
+                         part + 1 == parts};
+}
+
+/* Strip n, those of down first, into its panel. */
+static undoing backward_strip(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t n, int64_t rows,
+                              int64_t beside) {
+    const int64_t downs = strips_of(s->kh, job->inner), pairs = up_to(rows, ROWS) / 2;
+    bf16 *panel = s->panels[n & 1];
+    if (n < downs) {
+        const right_strip p = strip_at(n, s->kh, job->inner);
+        return undo_right(job->base + m[2].codes, s->down_scale, NULL, NULL, job->hidden, job->inner, p.block, p.wide, p.first,
+                          p.depth, 0, panel, pairs * beside);
+    }
+    if (!job->dx || n - downs >= strips_of(2 * s->ki, job->hidden)) return (undoing){.steps = 0};
+    const right_strip p = strip_at(n - downs, 2 * s->ki, job->hidden);
+    return undo_right(job->base + m[0].codes, s->gate_scale, job->base + m[1].codes, s->up_scale, job->inner, job->hidden,
+                      p.block, p.wide, p.first, p.depth, 1, panel, pairs * beside);
+}
+
+/* Leaves the first strip of `outer_back` undone. */
 static void inner_back(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t first, int64_t rows) {
-    const int64_t tiles = up_to(rows, ROWS);
+    const int64_t tiles = up_to(rows, ROWS), strips = strips_of(s->kh, job->inner);
     memset(s->dweight, 0, (size_t)rows * 16 * sizeof(float));
-    for (int64_t b = 0; b < job->inner / PANEL; b++) {
-        undo_right(job->base + m[2].codes, s->down_scale, job->hidden, job->inner, b, 0, s->panel);
+    undoing next = backward_strip(job, s, m, 0, rows, 0);
+    undo_rest(&next, RIGHT);
+    for (int64_t n = 0; n < strips; n++) {
+        const right_strip p = strip_at(n, s->kh, job->inner);
+        const int64_t step = 4 * p.wide * TILE;
+        next = backward_strip(job, s, m, n + 1, rows, 2 * p.wide * p.depth);
         for (int64_t t = 0; t < tiles; t += 2) {
             const int pair = (int)least(2, tiles - t);
-            for (int64_t half = 0; half < 2; half++) {
-                const bf16 *right = s->panel + 2 * half * s->kh * TILE;
-                const bf16 *lora = s->a2_right + (b * 4 + 2 * half) * s->kr2 * TILE;
+            for (int64_t half = 0; half < 2 * p.wide; half++) {
+                const bf16 *right = s->panels[n & 1] + 2 * half * TILE, *left = s->rows + (t * s->kh + p.first) * TILE;
+                const bf16 *lora = s->a2_right + (p.block * 4 + 2 * half) * s->kr2 * TILE;
                 const tile_run runs[2] = {
-                    {{s->rows + t * s->kh * TILE, s->rows + (t + 1) * s->kh * TILE}, {right, right + s->kh * TILE}, s->kh},
-                    {{s->u2 + t * s->kr2 * TILE, s->u2 + (t + 1) * s->kr2 * TILE}, {lora, lora + s->kr2 * TILE}, s->kr2}};
-                multiply((int)job->amx, s->c, runs, job->rank2 ? 2 : 1, pair, 2, 0);
-                for (int j = 0; j < pair; j++) activate_back(job, s, s->c, t + j, j, b, half, first, rows);
+                    {{left, left + s->kh * TILE}, {right, right + TILE}, p.depth, step},
+                    {{s->u2 + t * s->kr2 * TILE, s->u2 + (t + 1) * s->kr2 * TILE}, {lora, lora + s->kr2 * TILE}, s->kr2, 0}};
+                float *c = s->c + (t / 2 * 2 * WIDE + half) * 4 * TILE_C;
+                multiply_beside((int)job->amx, c, runs, job->rank2 && p.last ? 2 : 1, pair, 2, p.first > 0, &next, RIGHT);
+                for (int j = 0; p.last && j < pair; j++)
+                    activate_back(job, s, c, t + j, j, p.block + half / 2, half % 2, first, rows);
             }
         }
+        undo_rest(&next, RIGHT);
     }
     for (int64_t i = 0; i < rows; i++)
         job->dweight[first + i] = _mm512_reduce_add_ps(_mm512_loadu_ps(s->dweight + 16 * i));
 }
 
 static void outer_back(const experts_job *job, const scratch *s, const expert_matrix *m, int64_t first, int64_t rows) {
-    const int64_t tiles = up_to(rows, ROWS), h = job->hidden;
-    bf16 *up_panel = s->panel + PANEL * job->inner;
-    for (int64_t b = 0; b < h / PANEL; b++) {
-        undo_right(job->base + m[0].codes, s->gate_scale, job->inner, h, b, 1, s->panel);
-        undo_right(job->base + m[1].codes, s->up_scale, job->inner, h, b, 1, up_panel);
+    const int64_t tiles = up_to(rows, ROWS), h = job->hidden, ki = s->ki;
+    const int64_t before = strips_of(s->kh, job->inner), strips = strips_of(2 * ki, h);
+    for (int64_t n = 0; n < strips; n++) {
+        const right_strip p = strip_at(n, 2 * ki, h);
+        const int64_t step = 4 * p.wide * TILE;
+        const int64_t of_gate = least(p.depth, p.first < ki ? ki - p.first : 0), of_up = p.depth - of_gate;
+        const int64_t first_up = p.first > ki ? p.first - ki : 0;
+        const bf16 *panel = s->panels[(before + n) & 1];
+        undoing next = backward_strip(job, s, m, before + n + 1, rows, 2 * p.wide * p.depth);
         for (int64_t t = 0; t < tiles; t += 2) {
             const int pair = (int)least(2, tiles - t);
-            for (int64_t half = 0; half < 2; half++) {
-                const int64_t at = 2 * half * s->ki * TILE;
-                const bf16 *lora = s->a1_right + (b * 4 + 2 * half) * s->kr1 * TILE;
-                const tile_run runs[3] = {
-                    {{s->dgate + t * s->ki * TILE, s->dgate + (t + 1) * s->ki * TILE},
-                     {s->panel + at, s->panel + at + s->ki * TILE}, s->ki},
-                    {{s->dup + t * s->ki * TILE, s->dup + (t + 1) * s->ki * TILE},
-                     {up_panel + at, up_panel + at + s->ki * TILE}, s->ki},
-                    {{s->u1 + t * s->kr1 * TILE, s->u1 + (t + 1) * s->kr1 * TILE}, {lora, lora + s->kr1 * TILE}, s->kr1}};
-                multiply((int)job->amx, s->c + half * 4 * TILE_C, runs, job->rank1 ? 3 : 2, pair, 2, 0);
+            const bf16 *gate = s->dgate + (t * ki + p.first) * TILE, *up = s->dup + (t * ki + first_up) * TILE;
+            float *c = s->c + t / 2 * 2 * WIDE * 4 * TILE_C;
+            for (int64_t half = 0; half < 2 * p.wide; half++) {
+                const bf16 *right = panel + 2 * half * TILE, *right_up = right + of_gate * step;
+                const bf16 *lora = s->a1_right + (p.block * 4 + 2 * half) * s->kr1 * TILE;
+                tile_run runs[3];
+                int count = 0;
+                if (of_gate)
+                    runs[count++] = (tile_run){{gate, gate + ki * TILE}, {right, right + TILE}, of_gate, step};
+                if (of_up)
+                    runs[count++] = (tile_run){{up, up + ki * TILE}, {right_up, right_up + TILE}, of_up, step};
+                if (job->rank1 && p.last)
+                    runs[count++] = (tile_run){{s->u1 + t * s->kr1 * TILE, s->u1 + (t + 1) * s->kr1 * TILE},
+                                               {lora, lora + s->kr1 * TILE}, s->kr1, 0};
+                multiply_beside((int)job->amx, c + half * 4 * TILE_C, runs, count, pair, 2, p.first > 0, &next, RIGHT);
             }
-            for (int j = 0; j < pair; j++)
-                for (int64_t i = 0; i < least(ROWS, rows - (t + j) * ROWS); i++) {
-                    const float *c = s->c + 2 * j * TILE_C + i * 16;
-                    store_natural(job->dx + (first + (t + j) * ROWS + i) * h + b * PANEL, _mm512_loadu_ps(c),
-                                  _mm512_loadu_ps(c + TILE_C), _mm512_loadu_ps(c + 4 * TILE_C),
-                                  _mm512_loadu_ps(c + 5 * TILE_C));
-                }
+            for (int64_t b = 0; p.last && b < p.wide; b++)
+                for (int j = 0; j < pair; j++)
+                    for (int64_t i = 0; i < least(ROWS, rows - (t + j) * ROWS); i++) {
+                        const float *from = c + b * 8 * TILE_C + 2 * j * TILE_C + i * 16;
+                        store_natural(job->dx + (first + (t + j) * ROWS + i) * h + (p.block + b) * PANEL,
+                                      _mm512_loadu_ps(from), _mm512_loadu_ps(from + TILE_C),
+                                      _mm512_loadu_ps(from + 4 * TILE_C), _mm512_loadu_ps(from + 5 * TILE_C));
+                    }
         }
+        undo_rest(&next, RIGHT);
     }
 }
 
@@ -681,6 +710,11 @@ static int combine_range(void *data, int64_t begin, int64_t end) {
 
 int lamella_experts_built(void) { return 1; }
 
+int64_t lamella_experts_scratch(const experts_job *job, int backward) {
+    scratch s;
+    return (int64_t)lay_out(job, backward, &s, NULL);
+}
+
 int lamella_experts_forward(const experts_job *job) {
     return run_parallel(forward_range, (void *)job, job->experts, 1, (int)job->threads);
 }
@@ -697,6 +731,7 @@ int lamella_experts_combine(const bf16 *y, const int32_t *slot, const float *wei
 
 #else
 int lamella_experts_built(void) { return 0; }
+int64_t lamella_experts_scratch(const experts_job *job, int backward) { return job == NULL || backward; }
 int lamella_experts_forward(const experts_job *job) { return job == NULL; }
 int lamella_experts_backward(const experts_job *job) { return job == NULL; }
 int lamella_experts_combine(const bf16 *y, const int32_t *slot, const float *weight, bf16 *out, int64_t tokens,

@@ -18,11 +18,14 @@ typedef uint16_t bf16;
 enum { TILE = 512, TILE_C = 256 }; /* values of an A or B tile, of a C tile */
 enum { ROWS = 16, DEPTH = 32 };    /* rows of a tile; its k */
 
-/* One run of k: two A and two B tiles at most, `depth` tiles each. */
+/* One run of k: two A and two B tiles at most, `depth` tiles each; those of B `step` values apart (0: they follow one
+   another). */
 typedef struct {
     const bf16 *a[2], *b[2];
-    int64_t depth;
+    int64_t depth, step;
 } tile_run;
+
+static inline int64_t b_step(const tile_run *run) { return run->step ? run->step : TILE; }
 
 static inline void tiles_begin(int amx) {
     if (!amx) return;
@@ -45,10 +48,11 @@ static inline void tiles_end(int amx) {
 static inline void multiply_amx22(float *c, const tile_run *runs, int count) {
     for (int i = 0; i < count; i++) {
         const bf16 *a0 = runs[i].a[0], *a1 = runs[i].a[1], *b0 = runs[i].b[0], *b1 = runs[i].b[1];
+        const int64_t step = b_step(&runs[i]);
         for (int64_t k = 0; k < runs[i].depth; k++) {
             _tile_loadd(4, a0 + k * TILE, 64);
-            _tile_loadd(6, b0 + k * TILE, 64);
-            _tile_loadd(7, b1 + k * TILE, 64);
+            _tile_loadd(6, b0 + k * step, 64);
+            _tile_loadd(7, b1 + k * step, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(5, a1 + k * TILE, 64);
             _tile_dpbf16ps(1, 4, 7);
@@ -66,8 +70,8 @@ static inline void multiply_amx12(float *c, const tile_run *runs, int count) {
     for (int i = 0; i < count; i++)
         for (int64_t k = 0; k < runs[i].depth; k++) {
             _tile_loadd(4, runs[i].a[0] + k * TILE, 64);
-            _tile_loadd(6, runs[i].b[0] + k * TILE, 64);
-            _tile_loadd(7, runs[i].b[1] + k * TILE, 64);
+            _tile_loadd(6, runs[i].b[0] + k * b_step(&runs[i]), 64);
+            _tile_loadd(7, runs[i].b[1] + k * b_step(&runs[i]), 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
         }
@@ -80,7 +84,7 @@ static inline void multiply_amx21(float *c, const tile_run *runs, int count) {
         for (int64_t k = 0; k < runs[i].depth; k++) {
             _tile_loadd(4, runs[i].a[0] + k * TILE, 64);
             _tile_loadd(5, runs[i].a[1] + k * TILE, 64);
-            _tile_loadd(6, runs[i].b[0] + k * TILE, 64);
+            _tile_loadd(6, runs[i].b[0] + k * b_step(&runs[i]), 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(2, 5, 6);
         }
@@ -92,7 +96,7 @@ static inline void multiply_amx11(float *c, const tile_run *runs, int count) {
     for (int i = 0; i < count; i++)
         for (int64_t k = 0; k < runs[i].depth; k++) {
             _tile_loadd(4, runs[i].a[0] + k * TILE, 64);
-            _tile_loadd(6, runs[i].b[0] + k * TILE, 64);
+            _tile_loadd(6, runs[i].b[0] + k * b_step(&runs[i]), 64);
             _tile_dpbf16ps(0, 4, 6);
         }
     _tile_stored(0, c, 64);
@@ -104,7 +108,7 @@ static inline void multiply_dot(float *c, const tile_run *runs, int count, int i
     for (int m = 0; m < ROWS; m++) sum[m] = _mm512_loadu_ps(c + m * 16);
     for (int run = 0; run < count; run++)
         for (int64_t k = 0; k < runs[run].depth; k++) {
-            const bf16 *a = runs[run].a[i] + k * TILE, *b = runs[run].b[j] + k * TILE;
+            const bf16 *a = runs[run].a[i] + k * TILE, *b = runs[run].b[j] + k * b_step(&runs[run]);
             for (int pair = 0; pair < 16; pair++) {
                 const __m512bh right = (__m512bh)_mm512_loadu_si512(b + pair * 32);
                 for (int m = 0; m < ROWS; m++) {
