@@ -30,6 +30,8 @@ WAYS = ("choice", "json_schema", "enum_schema", "guided_choice")
 PROBE_LABELS = ("lamella-alpha", "lamella-beta")
 _MARKS = 24  # tokens of a message's marks, at most
 LABEL_TOKENS = 64
+KEPT = ("text", "reasoning", "finish", "latency_s", "retries", "logprobs", "usage", "cost")
+"""Keys of an answer in the cache."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Asker:
     async def _fetch(self, server: Endpoint, question: Question) -> dict[str, Any]:
         """The answer, from the cache or the server."""
         key = key_of({"url": server.base_url, "path": question.path, "body": question.body})
-        kept = self.cache.get(key)
+        kept = self.cache.get(key, KEPT)
         if kept is not None:
             self.spent.from_cache += 1
             return kept
@@ -317,7 +319,7 @@ class Asker:
                 "messages": [{"role": "user", "content": "Write the word banana."}], **constraint(way, PROBE_LABELS),
             }  # fmt: skip
             key = key_of({"url": server.base_url, "probe": body})
-            told = self.cache.get(key)
+            told = self.cache.get(key, ("text",))
             if told is None:
                 try:
                     told = await self._probe(server, body)

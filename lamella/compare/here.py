@@ -31,6 +31,8 @@ MODES: dict[str, Mode] = {
     "generate": "generate",
 }
 COPY = "copies"
+KEPT = ("predictions", "input", "output", "seconds")
+"""Keys of a tenant's answers in the cache."""
 
 
 class Counting:
@@ -118,7 +120,7 @@ def answer_here(candidate: Candidate, task: Any, out: Path, cache: AnswerCache, 
     store = Store.open(store_of(candidate, out))
     asked = _asked(candidate, store.manifest.checksum, seed)
     keys = {tenant: key_of({**asked, "rows": _rows(task, tenant)}) for tenant in task.tenants}
-    kept = {tenant: cache.get(key) for tenant, key in keys.items()}
+    kept = {tenant: cache.get(key, KEPT) for tenant, key in keys.items()}
     spent, notes, in_effect = Spent(), [], {}
     if any(answer is None for answer in kept.values()):
         worker = _Worker(candidate, store, seed, resamples)

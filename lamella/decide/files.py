@@ -30,8 +30,10 @@ class TenantDifference(Interval):
 
 
 class Metrics(Part):
+    """A comparison of spans has no accuracy."""
+
     average: Interval
-    average_accuracy: Interval
+    average_accuracy: Interval | None = None
 
 
 class Tokens(Part):

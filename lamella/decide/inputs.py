@@ -245,6 +245,9 @@ def _quality(option: Option, sources: Sources, by_label: bool) -> Quality | None
     if found is None:
         return None
     x = found[0].metrics.average_accuracy if by_label else found[0].metrics.average
+    if x is None:
+        raise sources.wrong(option, "its comparison has no accuracy of labels, as those of spans have none",
+                            "give `worth.per_f1_point_per_month` in the place of `per_wrong_label`, or `quality`")  # fmt: skip
     return x.value, x.low, x.high
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,26 @@ class AnswerCache:
                 f"cannot be used as a cache: {error}", fix="delete it, or give another --output", path=path
             ) from error
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        row = self._db.execute("select answer from answers where key = ?", (key,)).fetchone()
-        return None if row is None else json.loads(row[0])
+    def get(self, key: str, needed: Collection[str] = ()) -> dict[str, Any] | None:
+        """The answer to this, or None. Raises `UserError`: it is damaged, or lacks one of the keys `needed`."""
+        try:
+            row = self._db.execute("select answer from answers where key = ?", (key,)).fetchone()
+            if row is None:
+                return None
+            answer = json.loads(row[0])
+        except (sqlite3.Error, ValueError) as error:
+            raise self._damaged(str(error)) from error
+        if not isinstance(answer, dict):
+            raise self._damaged("an answer is no JSON object")
+        missing = [name for name in needed if name not in answer]
+        if missing:
+            raise self._damaged(f"an answer has no {missing[0]!r}")
+        return answer
+
+    def _damaged(self, why: str) -> UserError:
+        return UserError(
+            f"is damaged: {why}", fix="delete it, and its answers are asked again; or give another --output", path=self.path
+        )
 
     def put(self, key: str, answer: Mapping[str, Any]) -> None:
         self._db.execute("insert or replace into answers values (?, ?)", (key, json.dumps(answer)))

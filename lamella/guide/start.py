@@ -137,6 +137,10 @@ def write_run(path: Path, text: str, force: bool = False) -> RunConfig:
     try:
         write_text(trial, text)
         config = load_run_config(trial)
+    except UserError as error:
+        if error.path == str(trial):  # the file that was asked for, which is not there yet
+            raise UserError(error.what, fix=error.fix) from error
+        raise
     finally:
         trial.unlink(missing_ok=True)
     write_text(path, text)

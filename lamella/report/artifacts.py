@@ -13,6 +13,10 @@ from lamella.report.tables import Table, parts_of
 from lamella.report.view import UNEXPECTED, f1_dots, section
 
 
+CONFUSIONS = 12
+"""Pairs of labels shown of a candidate."""
+
+
 def sections_of(folder: Path) -> list[dict[str, Any]]:
     """A section for each comparison, load test and decision in a folder; one that cannot be read says so."""
     found: list[dict[str, Any]] = []
@@ -60,8 +64,27 @@ def comparison(tree: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     ]
     tables = [Table(money, head, frozenset(range(3, 9)), caption="What answering took")]
     tables += [_difference(d) for d in tree.get("differences") or []]
+    tables += [t for c, of in (tree.get("confusion") or {}).items() if (t := _confusions(c, of)) is not None]
     note = f"{tree.get('rows', '?')} rows of {len(tree.get('tenants') or [])} tenants."
     return section(key, f"Comparison: {name}", [f1_dots("Macro-F1 per tenant", systems)], tables, note)
+
+
+def _confusions(candidate: str, by_tenant: dict[str, Any]) -> Table | None:
+    """The pairs of labels that were taken for each other most often: the matrices, which have a row per label, are in the
+    file."""
+    wrong = [
+        (count, tenant, gold, said, sum(row))
+        for tenant, of in by_tenant.items()
+        for gold, row in zip(of["labels"], of["counts"], strict=True)
+        for said, count in zip(of["predicted"], row, strict=True)
+        if count and said != gold
+    ]
+    wrong.sort(key=lambda w: (-w[0], *w[1:4]))
+    rows = [[tenant, gold, said, f"{count:,}", f"{count / of:.1%}"] for count, tenant, gold, said, of in wrong[:CONFUSIONS]]
+    left = len(wrong) - len(rows)
+    caption = f"{candidate}: what was taken for what" + (f" ({left} rarer pairs are in compare.json)" if left else "")
+    head = ["tenant", "label", "answered", "documents", "of the label's"]
+    return Table(rows, head, frozenset((3, 4)), caption=caption) if rows else None
 
 
 def _tokens(candidate: dict[str, Any]) -> str:

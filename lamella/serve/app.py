@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -95,6 +97,7 @@ def create_app(service: Service) -> FastAPI:
         title="Lamella", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS,
         description="OpenAI-compatible server: one base, an adapter per tenant.",
     )  # fmt: skip
+    app.router.route_class = _StrictRoute
     app.add_middleware(Gate, service=service)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
@@ -120,6 +123,34 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             tree.get("components", {}).get("schemas", {}).pop(name, None)
         app.openapi_schema = tree
     return app.openapi_schema
+
+
+# ---- bodies -----------------------------------------------------------------------------------------
+
+
+class _StrictRequest(Request):
+    """A key that stands twice is refused: another reader on the way may have taken the other value."""
+
+    async def json(self) -> Any:
+        def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            found = dict(pairs)
+            if len(found) < len(pairs):
+                names = [name for name, _ in pairs]
+                twice = next(name for name in names if names.count(name) > 1)
+                raise json.JSONDecodeError(f"the key {twice[:64]!r} stands twice in one object", "", 0)
+            return found
+
+        return json.loads(await self.body(), object_pairs_hook=once)
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strict
 
 
 # ---- errors -----------------------------------------------------------------------------------------

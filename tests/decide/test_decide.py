@@ -527,6 +527,20 @@ def test_with_a_cost_of_wrong_labels_accuracy_counts(tmp_path):
     assert any(s.startswith("its accuracy is +8.00 points [+3.00, +13.00]") for s in tree["because"])
 
 
+def test_a_comparison_of_spans_has_an_f1_and_no_accuracy(tmp_path):
+    file = write(tmp_path)
+    tree = json.loads((tmp_path / "compare.json").read_text())
+    for candidate in tree["candidates"]:
+        del candidate["metrics"]["average_accuracy"]
+    (tmp_path / "compare.json").write_text(json.dumps(tree))
+    found, _ = decide(load_decide(file), datetime.date(2026, 12, 1))
+    assert found["options"][1]["f1"]["value"] == 0.78
+    file.write_text(file.read_text().replace("per_f1_point_per_month = 100.0", "per_wrong_label = 0.02"))
+    with pytest.raises(UserError, match="no accuracy of labels") as told:
+        decide(load_decide(file), datetime.date(2026, 12, 1))
+    assert "per_f1_point_per_month" in told.value.fix
+
+
 def test_any_growth_can_be_looked_at():
     for growth in (-0.5, 0.05, 10.0):
         case = replace(CASE, growth=growth, choices=(API, replace(OWN, gain=Gain())))

@@ -246,3 +246,15 @@ def test_half_a_character_is_kept(tmp_path):
 def test_dates_of_prices_are_of_our_time(date):
     with pytest.raises(ValueError, match="no date of a price"):
         GivenPrice(input=1.0, output=1.0, date=date)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [('{"cost": 0}', "'text'"), ("[1]", "no JSON object"), ("{", "is damaged"), ("null", "no JSON object")]
+)
+def test_a_damaged_answer_is_told(tmp_path, answer, said):
+    cache = AnswerCache(tmp_path / "a.sqlite")
+    cache._db.execute("insert into answers values ('k', ?)", (answer,))
+    with pytest.raises(UserError, match=said) as told:
+        cache.get("k", ("text", "cost"))
+    assert told.value.path == str(tmp_path / "a.sqlite") and "delete it" in told.value.fix
+    cache.close()

@@ -10,7 +10,7 @@ from lamella.cli import app
 from lamella.config import RunConfig, differences, flat, load_run_config
 from lamella.errors import UserError
 from lamella.guide.settings import settings_of
-from lamella.guide.start import advised_tokens, run_toml
+from lamella.guide.start import advised_tokens, run_toml, write_run
 from lamella.store.quantize import quantize_checkpoint
 from tests import fixtures
 
@@ -104,6 +104,13 @@ def test_bad_input_writes_nothing(here, words, said):
     result = init(*words, "--yes")
     assert isinstance(result.exception, UserError) and said in str(result.exception)
     assert sorted(here.iterdir()) == before
+
+
+def test_an_error_names_no_file_of_our_own(here):
+    with pytest.raises(UserError) as told:
+        write_run(here / "new.toml", 'store = "s"\nno_such_key = 1\n')
+    assert "trial" not in str(told.value) and "no_such_key" in str(told.value)
+    assert not (here / "new.toml").exists() and not list(here.glob(".*"))
 
 
 def test_a_file_that_is_there_stays(here):

@@ -147,7 +147,9 @@ def comparison():
     each = {"value": 0.63, "low": 0.58, "high": 0.68, "p": 0.001, "p_holm": 0.004, "significant": True}
     return {"kind": "compare", "version": 1, "name": "four tenants", "rows": 400, "tenants": ["addresses", "parties", "foods", "courts"],
             "candidates": candidates,
-            "differences": [{"before": "zero-shot", "after": "tuned", "average": each, "tenants": {"addresses": each}}]}  # fmt: skip
+            "differences": [{"before": "zero-shot", "after": "tuned", "average": each, "tenants": {"addresses": each}}],
+            "confusion": {"tuned": {"courts": {"labels": ["civil", "penal"], "predicted": ["civil", "penal", "(none)"],
+                                               "counts": [[40, 9, 1], [2, 38, 0]]}}}}  # fmt: skip
 
 
 def load_test():

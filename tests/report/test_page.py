@@ -246,6 +246,9 @@ def test_comparisons_load_tests_and_decisions_are_shown(tmp_path):
     compare, load, decide = data["artifacts"]
     assert compare["tables"][0]["rows"][0][:3] == ["zero-shot", "self-hosted-base", "likelihood"]
     assert "+0.630 [+0.580, +0.680]" in compare["tables"][1]["rows"][0]
+    confused = compare["tables"][2]
+    assert confused["caption"] == "tuned: what was taken for what"
+    assert confused["rows"][0] == ["courts", "civil", "penal", "9", "18.0%"] and len(confused["rows"]) == 3
     assert "1,180 answered" in load["note"] and "97.0%" in load["note"]
     assert decide["note"].startswith("DEPLOY: Deploy the tuned model")
     assert [c["kind"] for c in decide["charts"]] == ["lines", "tornado"]
