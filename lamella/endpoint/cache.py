@@ -61,7 +61,9 @@ class AnswerCache:
 
     def _damaged(self, why: str) -> UserError:
         return UserError(
-            f"is damaged: {why}", fix="delete it, and its answers are asked again; or give another --output", path=self.path
+            f"is damaged: {why}",
+            fix="delete it, and its answers are asked again; or give another --output",
+            path=self.path,
         )
 
     def put(self, key: str, answer: Mapping[str, Any]) -> None:

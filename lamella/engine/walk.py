@@ -48,9 +48,8 @@ HEAD_ROWS = 256
 """Positions whose logits are alive at once where the gradient takes their place: more gains the matmuls nothing."""
 
 PAD_TOKENS = 32
-"""On a CPU in bf16, batches of dense models are filled up to a multiple of this: oneDNN compiles a kernel for every new
-number of rows (2 ms and 0.9 MB each, kept), which with rows of real data is every step. (Of experts each has its own
-number of rows anyway.)"""
+"""On a CPU in bf16, batches are filled up to a multiple of this: oneDNN compiles a kernel for every new number of rows (1 to
+3 ms and 0.7 MB each, kept), which with rows of real data is every step. The filler goes through no expert."""
 
 
 @dataclass
@@ -149,10 +148,8 @@ class Walk:
         self._routers = skeleton.routers()
         for module, which in self._routers.values():
             module.register_forward_hook(lambda _m, _a, out, which=which: self._capture(out, which))
-        has_experts = any(hasattr(m, "has_gate") for layer in skeleton.layers for m in layer.modules())
         onednn = weights.device.type == "cpu" and skeleton.dtype == torch.bfloat16
-        self._multiple = PAD_TOKENS if onednn and not has_experts else 1
-        self._head_multiple = PAD_TOKENS if onednn else 1
+        self._multiple = self._head_multiple = PAD_TOKENS if onednn else 1
         self.compiles_shapes = onednn
         self.top_k = int(getattr(skeleton.config, "num_experts_per_tok", 0) or 0)
 
@@ -299,7 +296,11 @@ class Walk:
         DropoutClock.row_keys_T = item.row_keys_T
         out = run_layer(self.skeleton, item.layout, layer, hidden, item.calls[layer])
         DropoutClock.row_keys_T = None
-        return out, (self._captured[0].reshape(-1, self._captured[0].shape[-1]) if self._captured else None)
+        if not self._captured:
+            return out, None
+        real = item.batch.real_tokens
+        self.chosen_TK = None if self.chosen_TK is None else self.chosen_TK[:real]
+        return out, self._captured[0].reshape(-1, self._captured[0].shape[-1])[:real]
 
     def _capture(self, out: Any, which: int) -> None:
         """A router's logits, and the experts it chose where it tells them."""

@@ -179,14 +179,13 @@ class KernelTimes:
     ) -> None:  # fmt: skip
         self.pieces, self.kept, self.hidden, self.vocab = list(pieces), list(kept), hidden, vocab
         self.rates = Rates(rates, dequantise_bytes_per_s)
-        self.pad = 1 if any(p.experts for p in pieces) else PAD_TOKENS
         self.tensors = sum(p.tensors for p in pieces)
         self.trained = sum(p.trained for p in pieces)
         self._forward = lru_cache(maxsize=4096)(self._forward_of)
         self._backward = lru_cache(maxsize=4096)(self._backward_of)
 
     def filled(self, tokens: int) -> int:
-        return -(-tokens // self.pad) * self.pad
+        return -(-tokens // PAD_TOKENS) * PAD_TOKENS
 
     # ---- the protocol -----------------------------------------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class KernelTimes:
         if pieces.gated:
             out.add("rows", r.pass_over("gated", tokens * pieces.gated))
         if pieces.experts is not None:
-            self._experts(out, pieces.experts, tokens, backward=False)
+            self._experts(out, pieces.experts, sum(lengths), backward=False)
         if first:
             out.add("rows", r.pass_over("peak", values, 1.0))
         return out.seconds
@@ -279,14 +278,13 @@ class KernelTimes:
         if pieces.gated:
             out.add("rows", r.pass_over("gated_back", tokens * pieces.gated))
         if pieces.experts is not None:
-            self._experts(out, pieces.experts, tokens, backward=True)
+            self._experts(out, pieces.experts, sum(lengths), backward=True)
         out.add("lora", r.pass_over("accumulate", pieces.trained))
         return out.seconds
 
     def _linears_forward(self, out: _Sum, group: Linears, tokens: int) -> None:
         r = self.rates
-        uneven = r.rates.uneven_rows if tokens % PAD_TOKENS else 1.0
-        out.add("linear", uneven * r.product("forward", tokens, group.inputs, group.width))
+        out.add("linear", r.product("forward", tokens, group.inputs, group.width))
         if not group.rank:
             return
         out.add("lora", r.product("narrow", tokens, group.inputs, group.rank))

@@ -168,11 +168,10 @@ def _parts_of_sites(held: ModelShape, sites: Sequence[Site]) -> list[Site]:
 # ---- the work of a step --------------------------------------------------------------------------------------------
 
 
-def _filled(shape: ModelShape, lengths: Sequence[int], element: int, cpu: bool) -> list[int]:
-    """Lengths with the sequence that fills a micro-batch up, as `Walk.enter` does for dense models in bf16 on a CPU."""
-    experts = any(m.fused_experts for layer in shape.layers for m in layer.matrices)
+def _filled(lengths: Sequence[int], element: int, cpu: bool) -> list[int]:
+    """Lengths with the sequence that fills a micro-batch up, as `Walk.enter` does in bf16 on a CPU."""
     total = sum(lengths)
-    extra = -total % PAD_TOKENS if cpu and element == 2 and not experts else 0
+    extra = -total % PAD_TOKENS if cpu and element == 2 else 0
     return [*lengths, extra] if extra else list(lengths)
 
 
@@ -200,7 +199,7 @@ def work_of(
     layers = rank.layers or range(len(shape.layers))
     first = max(min(s.layer for s in sites), layers.start) if sites else layers.start
     trained = max(layers.stop - first, 1)
-    filled = [_filled(shape, x, element, cpu) for x in lengths]
+    filled = [_filled(x, element, cpu) for x in lengths]
     tokens = [sum(x) for x in filled]
     most = sorted(range(len(tokens)), key=lambda k: -tokens[k])[: rank.in_flight or len(tokens)]
     uses: list[Use] = []

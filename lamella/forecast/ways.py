@@ -265,9 +265,8 @@ class Forecaster:
 
     @cached_property
     def _sizes(self) -> int:
-        """Different sizes of micro-batches on a CPU, where those of dense models are filled up."""
-        experts = any(m.fused_experts for layer in self.q.shape.layers for m in layer.matrices)
-        return self.q.rows.micro_batch_sizes(self.q.train, 1 if experts else PAD_TOKENS)
+        """Different sizes of micro-batches on a CPU, where they are filled up."""
+        return self.q.rows.micro_batch_sizes(self.q.train, PAD_TOKENS)
 
     @cached_property
     def _alike(self) -> list[list[int]]:

@@ -115,8 +115,8 @@ class KernelRates(Section):
     """Norms, rotary, activations and sums where `rows` has no figure: bytes read and written."""
     call_s: float
     """Of one small operation (dispatch, autograd) among others of its kind, caches warm."""
-    uneven_rows: float = 1.0
-    """Times as long as by the grid a linear layer takes whose rows are no multiple of 32."""
+    uneven_rows: float | None = Field(None, exclude=True)
+    """Stands in files of before December 2026 and is not used: batches of all models are filled up since then."""
     fixed: tuple[FixedCost, ...] = ()
     update_parameters_per_s: float
     """Trained parameters that the optimizer passes: gradient norm and update."""

@@ -277,13 +277,15 @@ def backward(
     return dweight_S, gradients
 
 
-def combine(y_SH: Tensor, slot_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+def combine(y_SH: Tensor, slot_TK: Tensor, weight_TK: Tensor | None, rows: int | None = None) -> Tensor:
     """out[t] = sum over k of weight[t, k] (or 1) * y[slot[t, k]], slots of -1 left out; summed in fp32 in the order of k;
-    bf16 [T, H]."""
+    bf16 [T, H], or [rows, H] with zeros after the T."""
     assert slot_TK.dtype == torch.int32
-    out_TH = y_SH.new_empty(slot_TK.shape[0], y_SH.shape[1])
+    tokens, per_token = slot_TK.shape
+    out_TH = y_SH.new_empty(tokens if rows is None else rows, y_SH.shape[1])
+    out_TH[tokens:] = 0
     _library().lamella_experts_combine(
-        y_SH.data_ptr(), slot_TK.data_ptr(), _pointer(weight_TK), out_TH.data_ptr(), *out_TH.shape, slot_TK.shape[1],
+        y_SH.data_ptr(), slot_TK.data_ptr(), _pointer(weight_TK), out_TH.data_ptr(), tokens, y_SH.shape[1], per_token,
         torch.get_num_threads(),
     )  # fmt: skip
     return out_TH

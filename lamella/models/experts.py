@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from lamella import kernels
 from lamella.errors import UserError
 from lamella.models import experts_cpu
+from lamella.models.attention import AttentionLayout
 from lamella.models.divided import ExpertPart, nothing
 from lamella.models.linear import DropoutClock, LoraSite
 from lamella.models.packed import ExpertBytes, ExpertParameter
@@ -215,19 +217,27 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     if hidden_states.is_meta:  # a trial (`models/trial.py`): shapes alone
         return torch.empty_like(hidden_states)
     part: ExpertPart | None = module.__dict__.get("lamella_part")
+    real = _real_tokens(hidden_states.shape[0])
     if part is None:
-        return _experts(module, hidden_states, top_k_index, top_k_weights, None)
+        return _experts(module, hidden_states, top_k_index, top_k_weights, None, real)
     x_TH, weights_TK = part.enter(hidden_states, top_k_weights)
-    if bool(part.mine(top_k_index).any()):
-        return part.leave(_experts(module, x_TH, top_k_index, weights_TK, part))
+    if bool(part.mine(top_k_index[:real]).any()):
+        return part.leave(_experts(module, x_TH, top_k_index, weights_TK, part, real))
     leaves = (leaf for site in _sites(module).values() for leaf in (site.a, site.b))
     return part.leave(nothing(x_TH, weights_TK, *leaves))
 
 
+def _real_tokens(tokens: int) -> int:
+    """How many of the batch's tokens are no filler: that goes through no expert, and is not counted."""
+    layout = AttentionLayout.current
+    return layout.batch.real_tokens if layout is not None and layout.batch.tokens == tokens else tokens
+
+
 def _experts(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, part: ExpertPart | None
-) -> Tensor:
-    """[T, H]: the sum over each token's experts, those of this rank's `part` where there is one."""
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, part: ExpertPart | None,
+    real: int,
+) -> Tensor:  # fmt: skip
+    """[T, H]: the sum over each token's experts, those of this rank's `part` where there is one; zero beyond the `real`."""
     if several := _several(module):
         runs = RowRuns.here(hidden_states.shape[0])
         return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, {}, adapters=(several, runs))
@@ -237,9 +247,10 @@ def _experts(
         return experts_cuda.packed_experts(module, hidden_states, top_k_index, top_k_weights)
     sites = _sites(module)
     if experts_cpu.can_fuse(module, hidden_states, sites):
-        return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites)
+        return experts_cpu.fused_experts(module, hidden_states, top_k_index, top_k_weights, sites, real)
     held = None if part is None else part.held
-    return expert_by_expert(module, hidden_states, top_k_index, top_k_weights, sites, held)
+    out = expert_by_expert(module, hidden_states[:real], top_k_index[:real], top_k_weights[:real], sites, held)
+    return F.pad(out, (0, 0, 0, hidden_states.shape[0] - real)) if real < hidden_states.shape[0] else out
 
 
 def expert_by_expert(

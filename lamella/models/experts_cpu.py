@@ -38,13 +38,15 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TH: Tensor, weight_TK: Tensor, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
-        b2: Tensor | None, module: nn.Module, index_TK: Tensor, scales: tuple[float, float], keep: bool,
+        b2: Tensor | None, module: nn.Module, index_TK: Tensor, scales: tuple[float, float], keep: bool, real: int,
     ) -> Tensor:  # fmt: skip
         packed = module.lamella_packed.for_kernels()  # type: ignore[union-attr, operator]
-        weights_fp32 = weight_TK.float().contiguous()
+        weights_fp32 = weight_TK[:real].float().contiguous()
         first = int(module.lamella_packed.first)  # type: ignore[union-attr, arg-type]
         total = int(module.num_experts)  # type: ignore[arg-type]
-        routing = kernels.sort_by_expert(index_TK.contiguous(), weights_fp32, packed.table.shape[0], first, total)
+        routing = kernels.sort_by_expert(
+            index_TK[:real].contiguous(), weights_fp32, packed.table.shape[0], first, total
+        )
         hits = module.__dict__.get("lamella_hits")
         if hits is not None:
             hits.add_(routing.offsets_E.diff())
@@ -52,7 +54,7 @@ class _Experts(torch.autograd.Function):
         y_SH = _row_buffer(routing.token_S.numel(), packed.hidden)
         lora1, lora2 = _lora(a1, b1, scales[0]), _lora(a2, b2, scales[1])
         saved = kernels.forward(packed, x_TH, routing, y_SH, lora1, lora2, keep)
-        out_TH = kernels.combine(y_SH, routing.slot_TK, weights_fp32)
+        out_TH = kernels.combine(y_SH, routing.slot_TK, weights_fp32, x_TH.shape[0])
         if saved is not None:
             ctx.module, ctx.scales, ctx.dtype = module, scales, weight_TK.dtype
             ctx.save_for_backward(
@@ -71,14 +73,16 @@ class _Experts(torch.autograd.Function):
             ctx.module.lamella_packed.for_kernels(), x_TH, routing, kernels.Saved(gate, up, xa1, xa2), dout_TH.contiguous(),
             _lora(a1, b1, ctx.scales[0]), _lora(a2, b2, ctx.scales[1]), dx_SH,
         )  # fmt: skip
-        dx_TH = None if dx_SH is None else kernels.combine(dx_SH, slot_TK, None)
+        dx_TH = None if dx_SH is None else kernels.combine(dx_SH, slot_TK, None, x_TH.shape[0])
         dweight_TK = None
         if ctx.needs_input_grad[1]:
             gap = dweight_S.new_zeros(1)  # what slots of -1 find
             dweight_TK = torch.cat([dweight_S, gap])[slot_TK].to(ctx.dtype)
+            if (filler := x_TH.shape[0] - slot_TK.shape[0]) > 0:
+                dweight_TK = torch.cat([dweight_TK, dweight_TK.new_zeros(filler, slot_TK.shape[1])])
         given = iter(gradients)
         da_db = [next(given) if t is not None else None for t in (a1, b1, a2, b2)]
-        return dx_TH, dweight_TK, *da_db, None, None, None, None
+        return dx_TH, dweight_TK, *da_db, None, None, None, None, None
 
 
 def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> kernels.Lora | None:
@@ -109,11 +113,14 @@ def kernel_sizes(module: nn.Module, dtype: torch.dtype, drops: bool) -> tuple[in
 
 
 def fused_experts(
-    module: nn.Module, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, sites: dict[str, LoraSite]
-) -> Tensor:
-    """[T, H]; see `can_fuse`."""
+    module: nn.Module, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, sites: dict[str, LoraSite],
+    real: int | None = None,
+) -> Tensor:  # fmt: skip
+    """[T, H], zero beyond the first `real` tokens; see `can_fuse`."""
     gate_up, down = sites.get("gate_up_proj"), sites.get("down_proj")
     pairs = [t for site in (gate_up, down) for t in ((site.a, site.b) if site is not None else (None, None))]
     scales = (gate_up.scale if gate_up is not None else 0.0, down.scale if down is not None else 0.0)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TH, weight_TK, *pairs))
-    return _Experts.apply(x_TH, weight_TK, *pairs, module, index_TK, scales, keep)
+    return _Experts.apply(
+        x_TH, weight_TK, *pairs, module, index_TK, scales, keep, x_TH.shape[0] if real is None else real
+    )

@@ -75,6 +75,11 @@ class PackedBatch:
         )  # fmt: skip
 
     @property
+    def real_tokens(self) -> int:
+        """Tokens without those of the filler, which come last."""
+        return int(self.starts[-2]) if self.row_ids and self.row_ids[-1] == -1 else self.tokens
+
+    @property
     def lengths(self) -> list[int]:
         return (self.starts[1:] - self.starts[:-1]).tolist()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,25 +67,6 @@ class Shape:
 
 FULL = ProductGrid((32, 128, 512, 2048), (256, 1024, 4096, 12288), (8, 32, 128), 1.3e11)
 QUICK = ProductGrid((64, 1024), (512, 4096), (16, 64), 4e10)
-
-
-UNEVEN, EVEN = 1000, 1024
-_UNEVEN_FEATURES = ((640, 1280), (1024, 1024), (2048, 2048))
-
-
-def uneven_pieces(pool: Pool) -> list[Piece[Shape]]:
-    """Linear layers on two numbers of rows that differ little, one of them a multiple of 32."""
-    return [_piece(Shape("forward", rows, *features), pool) for features in _UNEVEN_FEATURES for rows in (EVEN, UNEVEN)]
-
-
-def uneven_factor(seconds: dict[Shape, float]) -> float:
-    """How much longer the uneven ones take per row; 1 at least."""
-    ratios = [
-        seconds[replace(shape, rows=UNEVEN)] / UNEVEN / (taken_s / EVEN)
-        for shape, taken_s in seconds.items()
-        if shape.rows == EVEN
-    ]
-    return max(statistics.median(ratios), 1.0)
 
 
 def product_pieces(grid: ProductGrid, pool: Pool) -> list[Piece[Shape]]:

@@ -31,7 +31,6 @@ class KernelWork:
     def __init__(self, quick: bool, dtype: torch.dtype) -> None:
         pool = Pool(dtype, REGION_BYTES // 4 if quick else REGION_BYTES)
         self.products = products.product_pieces(products.QUICK if quick else products.FULL, pool)
-        self.uneven = products.uneven_pieces(pool)
         self.experts = own.expert_pieces(own.EXPERTS_QUICK if quick else own.EXPERTS, pool)
         self.attention = own.attention_pieces(LENGTHS_QUICK if quick else LENGTHS, HEAD_SIZES, pool)
         self.rows = own.row_pieces(VALUES_QUICK if quick else VALUES, ROUTED_QUICK if quick else ROUTED, pool)
@@ -40,7 +39,7 @@ class KernelWork:
 
     def groups(self) -> dict[str, list[Piece[Any]]]:
         """By what they are, for progress."""
-        return {"matrix products": [*self.products, *self.uneven], "experts on 4-bit weights": self.experts, "attention": self.attention,
+        return {"matrix products": [*self.products], "experts on 4-bit weights": self.experts, "attention": self.attention,
                 "norms, activations and routing": self.rows, "calls and optimizer": self.others}  # fmt: skip
 
     def rates(self, threads: int, seconds: Callable[[Piece[Any]], float] = lambda piece: piece.median_s) -> KernelRates:
@@ -52,7 +51,6 @@ class KernelWork:
             experts=tuple(own.expert_points({piece.key: seconds(piece) for piece in self.experts})),
             attention=tuple(own.attention_points({piece.key: seconds(piece) for piece in self.attention})),
             rows=tuple(p.key.point(seconds(p)) for p in self.rows),
-            uneven_rows=products.uneven_factor({piece.key: seconds(piece) for piece in self.uneven}),
             row_bytes_per_s=6.0 * VALUES[-1] / others["sum"],
             call_s=others["call"] / (4 * CHAIN),  # each function and the operation in it, there and back
             update_parameters_per_s=UPDATED / others["update"],

@@ -12,7 +12,6 @@ from lamella.report.collect import find_artifacts, mark_of, read_object
 from lamella.report.tables import Table, parts_of
 from lamella.report.view import UNEXPECTED, f1_dots, section
 
-
 CONFUSIONS = 12
 """Pairs of labels shown of a candidate."""
 
@@ -80,7 +79,9 @@ def _confusions(candidate: str, by_tenant: dict[str, Any]) -> Table | None:
         if count and said != gold
     ]
     wrong.sort(key=lambda w: (-w[0], *w[1:4]))
-    rows = [[tenant, gold, said, f"{count:,}", f"{count / of:.1%}"] for count, tenant, gold, said, of in wrong[:CONFUSIONS]]
+    rows = [
+        [tenant, gold, said, f"{count:,}", f"{count / of:.1%}"] for count, tenant, gold, said, of in wrong[:CONFUSIONS]
+    ]
     left = len(wrong) - len(rows)
     caption = f"{candidate}: what was taken for what" + (f" ({left} rarer pairs are in compare.json)" if left else "")
     head = ["tenant", "label", "answered", "documents", "of the label's"]

@@ -249,7 +249,8 @@ def test_dates_of_prices_are_of_our_time(date):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [('{"cost": 0}', "'text'"), ("[1]", "no JSON object"), ("{", "is damaged"), ("null", "no JSON object")]
+    ("answer", "said"),
+    [('{"cost": 0}', "'text'"), ("[1]", "no JSON object"), ("{", "is damaged"), ("null", "no JSON object")],
 )
 def test_a_damaged_answer_is_told(tmp_path, answer, said):
     cache = AnswerCache(tmp_path / "a.sqlite")

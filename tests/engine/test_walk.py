@@ -251,7 +251,7 @@ def test_the_head_in_chunks_gives_the_same(family, made):
     assert found[0][4] == found[1][4]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
 def test_b49_filler_tokens_change_nothing(family, made):
     store, _ = made(FAMILIES[family]())
     plain, filled = Engine.open(store, dtype="fp32"), Engine.open(store, dtype="fp32")
@@ -261,13 +261,39 @@ def test_b49_filler_tokens_change_nothing(family, made):
         trained_adapter(engine, dropout=0.2)
         for p in engine.adapter.parameters().values():
             p.grad = None
-        out = engine.step([pack_rows(ROWS[:2]), pack_rows(ROWS[2:])], step_index=1, label_tokens=LABELS)
+        out = engine.step([pack_rows(ROWS[:2]), pack_rows(ROWS[2:])], step_index=1, label_tokens=LABELS, aux_coef=0.1)
         flat = torch.cat([p.grad.flatten() for p in engine.adapter.parameters().values()])
-        found.append((flat, engine.score([pack_rows(ROWS)])[0], engine.logits(pack_rows(ROWS)), out))
+        load = engine.expert_load()
+        found.append((flat, engine.score([pack_rows(ROWS)])[0], engine.logits(pack_rows(ROWS)), out, load))
     assert sum(len(r) for r, _ in ROWS[:2]) % 32 != 0
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(found[0][:3], found[1][:3], strict=True))
     assert found[0][3].loss_sum == pytest.approx(found[1][3].loss_sum, rel=1e-7)
     assert found[0][3].label_tokens == found[1][3].label_tokens
+    assert found[0][3].aux == pytest.approx(found[1][3].aux, rel=1e-6)
+    assert found[0][4] == found[1][4]
+
+
+@pytest.mark.parametrize("way", ["fused", "expert by expert"])
+def test_b49_filler_goes_through_no_expert(way, made, monkeypatch):
+    from lamella.models import experts_cpu
+
+    if way == "expert by expert":
+        monkeypatch.setattr(experts_cpu, "can_fuse", lambda *_: False)
+    store, _ = made(moe_config(hidden_size=64, moe_intermediate_size=64))
+    found = []
+    for multiple in (1, 32):
+        engine = Engine.open(store, dtype="bf16")
+        engine.walk._multiple = multiple
+        trained_adapter(engine)
+        out, gradients = step_gradients(engine, [ROWS], aux_coef=0.1)
+        found.append((out, torch.cat([g.flatten() for g in gradients.values()]), engine.expert_load()))
+    assert sum(len(r) for r, _ in ROWS) % 32 != 0
+    assert found[0][0].loss_sum == pytest.approx(found[1][0].loss_sum, rel=2e-3)
+    assert found[0][0].aux == pytest.approx(found[1][0].aux, rel=2e-3)
+    assert relative_error(found[0][1], found[1][1]) < 0.03
+    tokens = sum(len(r) for r, _ in ROWS)
+    (some, *_), (other, *_) = (list(load.values()) for _, _, load in found)
+    assert sum(some) == sum(other) and sum(some) % (2 * tokens) == 0  # two experts a token, forward and again
 
 
 def test_expert_rows_filled_up_change_nothing(made, monkeypatch):

@@ -30,10 +30,6 @@ def test_products_are_what_their_form_says():
         assert (a.shape, b.shape) == ((shape.rows, shape.inner), (shape.inner, shape.columns))
         assert b.is_contiguous() == (shape.form != "forward")
         assert a.is_contiguous() == (shape.form != "gradient")
-    assert (
-        products.uneven_factor({products.Shape("forward", rows, 8, 8): s for rows, s in ((1024, 2.048), (1000, 2.4))})
-        == 1.2
-    )
     point = products.Shape("narrow", 4, 8, 2).point(0.5)
     assert point.flops_per_s == 2 * 4 * 8 * 2 / 0.5
 

@@ -196,7 +196,8 @@ def test_what_changes_nothing_is_taken(served):
 
 @pytest.mark.parametrize(
     ("data", "told"),
-    [(b'{"model": "base", "messages": [], "model": "other"}', "the key 'model' stands twice"), (b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object"), (b"[" * 100_000, ""),
+    [(b'{"model": "base", "messages": [], "model": "other"}', "the key 'model' stands twice"),
+     (b"{", "no JSON"), (b"\xff\xfe", "no JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object"), (b"[" * 100_000, ""),
      (b'{"model": "left", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
      (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}', "surrogate"),
      (b'{"model": "left", "\\ud800": 1}', "surrogate"), (b'{"model": "left", "temperature": NaN}', ""),
