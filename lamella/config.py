@@ -370,7 +370,9 @@ def read_toml(path: Path, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", fix="see https://toml.io", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
+        raise UserError(
+            f"cannot be read: {error}", fix="give a text file in UTF-8 that you may read", path=path
+        ) from error
 
 
 Checked = TypeVar("Checked", bound=BaseModel)

@@ -41,3 +41,22 @@ def test_files_and_functions_stay_small():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno <= 100, f"{file}: {node.name} is over 100 lines"
+
+
+HANDED_ON = {("launch/supervise.py", "verdict.text")}  # a rank's own error, which says what to do
+
+
+def test_every_error_says_what_to_do():
+    silent = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                not isinstance(node, ast.Call)
+                or getattr(node.func, "id", getattr(node.func, "attr", "")) != "UserError"
+            ):
+                continue
+            told = {k.arg for k in node.keywords}  # None: a mapping of keywords
+            said = (str(file.relative_to(PACKAGE)), ast.unparse(node.args[0]) if node.args else "")
+            if not told & {"fix", None} and said not in HANDED_ON:
+                silent.append(f"{file}:{node.lineno}")
+    assert not silent

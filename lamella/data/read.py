@@ -107,7 +107,9 @@ def read_rows(path: Path, only: Container[int] | None = None) -> Iterator[RawRow
                 if only is None or number in only:
                     yield _row(path, number, body)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path=path) from error
+        raise UserError(
+            f"cannot be read: {error.strerror}", fix="give a JSONL file that you may read", path=path
+        ) from error
 
 
 def line_sizes(path: Path, most_bytes: int) -> tuple[list[tuple[int, int]], bool]:
@@ -126,7 +128,9 @@ def line_sizes(path: Path, most_bytes: int) -> tuple[list[tuple[int, int]], bool
                 if left <= 0:
                     return found, not file.read(1)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path=path) from error
+        raise UserError(
+            f"cannot be read: {error.strerror}", fix="give a JSONL file that you may read", path=path
+        ) from error
     return found, True
 
 

@@ -227,7 +227,11 @@ def calibrate(run: Path, path: Path) -> Calibration:
     try:
         write_text(path, written.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", path=path) from error
+        raise UserError(
+            f"cannot be written: {error.strerror}",
+            fix="make room, or give a machine.json in a folder of yours",
+            path=path,
+        ) from error
     return Calibration(tuple(entries.values()))
 
 
@@ -266,7 +270,8 @@ def observe(found: Measured, name: str) -> dict[Identity, RunShown]:
                         fix="calibrate with a run that has ended", path=found.run)  # fmt: skip
     planned_tokens, traced_tokens = found.tokens_of_pieces, found.traced_tokens()
     if not planned_tokens or not traced_tokens:
-        raise UserError("tokens of the planned or the traced steps are not known", path=found.run)
+        raise UserError("tokens of the planned or the traced steps are not known",
+                        fix="calibrate with a run that has a plan.json and a trace.json of this version", path=found.run)  # fmt: skip
     scale = planned_tokens / traced_tokens
     if abs(scale - 1) > TOKENS_APART:
         raise UserError(

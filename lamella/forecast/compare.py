@@ -29,6 +29,8 @@ _SHOWN = 12
 
 Unit = Literal["s", "B", "tokens", "tokens/s", "share"]
 
+_DAMAGED = "give the folder of a run of `lamella train`; if this is one, the file is damaged"
+
 
 _NOTHING = 1e-6
 """In any unit: what is planned with less has no ratio."""
@@ -188,7 +190,7 @@ def measure(run: Path) -> Measured:
     plan = read_plan(plan_path)
     missing: list[str] = []
     if plan.figures.get("played") is None:
-        raise UserError("the plan says nothing of time: nothing fitted", path=plan_path)
+        raise UserError("the plan says nothing of time: nothing fitted", fix="train a plan that fits", path=plan_path)
     lines = _metrics(metrics_path, missing)
     traced = None
     trace_path = run / "trace.json"
@@ -211,19 +213,22 @@ def measure(run: Path) -> Measured:
 def _metrics(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     """Lines beyond the warm-up that were not skipped."""
     if not path.exists():
-        raise UserError("this run has no metrics.jsonl: nothing was measured", path=path.parent)
+        raise UserError("this run has no metrics.jsonl: nothing was measured", fix="give a run that made some steps",
+                        path=path.parent)  # fmt: skip
     found = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"not JSON: {error.msg}", path=path, line=number, column=error.colno) from error
+            raise UserError(f"not JSON: {error.msg}", fix=_DAMAGED, path=path, line=number,
+                            column=error.colno) from error  # fmt: skip
         if not isinstance(line, dict) or not {"step", "step_s", "tokens", "devices"} <= line.keys():
-            raise UserError("not a line of metrics: it lacks step, step_s, tokens or devices", path=path, line=number)
+            raise UserError("not a line of metrics: it lacks step, step_s, tokens or devices", fix=_DAMAGED,
+                            path=path, line=number)  # fmt: skip
         found.append(line)
     kept = [line for line in found if not line.get("skipped")]
     if not kept:
-        raise UserError("no step of this run was completed", path=path)
+        raise UserError("no step of this run was completed", fix="give a run that made some steps", path=path)
     left_out = WARM_UP if len(kept) > WARM_UP else len(kept) - 1
     if left_out < WARM_UP:
         missing.append(f"steps beyond the first {WARM_UP}: the run has {len(kept)}, so its first one counts")
@@ -237,9 +242,14 @@ def _receipt(path: Path, missing: list[str]) -> dict[str, Any] | None:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}", path=path, line=error.lineno, column=error.colno) from error
+        raise UserError(f"not JSON: {error.msg}", fix=_DAMAGED, path=path, line=error.lineno,
+                        column=error.colno) from error  # fmt: skip
     if not isinstance(tree, dict):
-        raise UserError("not a receipt", path=path)
+        raise UserError(
+            "not a receipt",
+            fix=_DAMAGED,
+            path=path,
+        )
     return tree
 
 

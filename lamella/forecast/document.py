@@ -164,7 +164,9 @@ def read_plan(path: Path) -> PlanFile:
     except FileNotFoundError as error:
         raise UserError("no such file", fix="make one: lamella plan MODEL --save plan.json", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
+        raise UserError(
+            f"cannot be read: {error}", fix="give a text file in UTF-8 that you may read", path=path
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"not JSON: {error.msg}", fix="make it again: lamella plan MODEL --save plan.json",

@@ -122,9 +122,10 @@ def read_traced(path: Path, after: int = 0) -> Traced:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}", path=path, line=error.lineno, column=error.colno) from error
+        raise UserError(f"not JSON: {error.msg}", fix="train again: trace.json is written at the end of a run", path=path,
+                        line=error.lineno, column=error.colno) from error  # fmt: skip
     if not isinstance(tree, dict) or not isinstance(tree.get("traceEvents"), list):
-        raise UserError("not a trace: it has no traceEvents", path=path)
+        raise UserError("not a trace: it has no traceEvents", fix="give the trace.json of a run", path=path)
     return traced(tree, after)
 
 

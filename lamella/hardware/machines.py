@@ -140,7 +140,9 @@ def read_machine(path: Path) -> Machine:
     except FileNotFoundError as error:
         raise UserError("no such file", fix=f"run `lamella probe --out {path}`, or {_EXAMPLE}", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path=path) from error
+        raise UserError(
+            f"cannot be read: {error}", fix="give a text file in UTF-8 that you may read", path=path
+        ) from error
     if path.suffix.lower() == ".toml":
         machine = _written(_parse_toml(text, path), path)
     else:

@@ -113,7 +113,9 @@ def resolve(name: str | None = None) -> tuple[str, Kernels]:
         lib = load(build.find() or build.build())
     except (build.CompileError, OSError) as error:
         if name is not None:
-            raise UserError(f"kernels {name!r} cannot be loaded: {error}") from error
+            raise UserError(
+                f"kernels {name!r} cannot be loaded: {error}", fix="unset LAMELLA_KERNELS, or install a C compiler"
+            ) from error
         console.notice(f"CPU kernels unavailable, plain torch is used instead (slower): {error}")
         return "torch", reference
     if name is None:

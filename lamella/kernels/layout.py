@@ -133,7 +133,7 @@ def check_source(x: Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise UserError(f"cannot quantize {x.dtype}", fix="the tensor must be fp32, bf16 or fp16")
     if x.numel() == 0:
-        raise UserError(f"cannot quantize an empty tensor, shape {tuple(x.shape)}")
+        raise UserError(f"cannot quantize an empty tensor, shape {tuple(x.shape)}", fix="leave it out")
 
 
 def prepare_quantize(x: Tensor, block_size: int, codes: Tensor | None, absmax: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -213,7 +213,8 @@ def packed_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
         UserError: the family adds something to its experts that is not computed here.
     """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
-        raise UserError(f"{type(module).__name__}: experts with a norm of their own are not supported yet")
+        raise UserError(f"{type(module).__name__}: experts with a norm of their own are not computed here",
+                        fix="this model family is not supported yet")  # fmt: skip
     if hidden_states.is_meta:  # a trial (`models/trial.py`): shapes alone
         return torch.empty_like(hidden_states)
     part: ExpertPart | None = module.__dict__.get("lamella_part")
