@@ -4,7 +4,8 @@ Stores of random weights with a few layers of real size (Qwen3-30B-A3B, an 8B de
 head, of which there is one, does not stand for more than its share) and the whole small MoE of `bench.train`, resident,
 2,048 tokens or more a step. Utilisation is useful FLOPs (forward, input gradients, recompute where done, LoRA; see
 `lamella/engine/flops.py`) over the step's time, against the bf16 matmul rate measured in the same process. One JSON line
-per case: medians over the steps.
+per case: medians over the steps. `--varied`: as rows of real data, whose lengths differ from step to step, and what memory
+grows by meanwhile: 0.7 MB for each product that is compiled for a new number of rows.
 """
 
 from __future__ import annotations
@@ -61,13 +62,20 @@ CASES = (
 )
 
 
-def measure(case: Case, store_folder: Path, steps: int, recompute: str, threads: int) -> dict[str, Any]:
+VARIED = 0.1
+"""Share by which rows are longer or shorter than a case's."""
+
+
+def measure(
+    case: Case, store_folder: Path, steps: int, recompute: str, threads: int, varied: bool = False
+) -> dict[str, Any]:
     """Train some steps; the first two are not counted."""
     from lamella.adapter import Adapter
     from lamella.config import LoraConfig, TrainConfig
     from lamella.engine import Engine
     from lamella.engine.flops import FlopCounter
     from lamella.hardware.matmul import matmul_rate
+    from lamella.hardware.memory import rss_bytes
     from lamella.models.layout import pack_rows
     from lamella.store.reader import Store
     from lamella.train.optimizer import Optimizer
@@ -79,10 +87,16 @@ def measure(case: Case, store_folder: Path, steps: int, recompute: str, threads:
     optimizer = Optimizer(adapter.parameters(), settings, steps)
     counter = FlopCounter(engine.skeleton, adapter.sites.values())
     generator = torch.Generator().manual_seed(0)
-    times, flops, losses = [], [], []
+    times, flops, losses, tokens, held_bytes = [], [], [], [], 0
+    spread = int(VARIED * case.row_tokens) if varied else 0
     for step in range(steps):
-        ids = torch.randint(5, case.config["vocab_size"], (case.rows, case.row_tokens), generator=generator)
-        batch = pack_rows([(row, [i >= case.row_tokens // 2 for i in range(case.row_tokens)]) for row in ids.tolist()])
+        held_bytes = rss_bytes() if step == 2 else held_bytes
+        lengths = case.row_tokens + torch.randint(-spread, spread + 1, (case.rows,), generator=generator)
+        rows = [
+            torch.randint(5, case.config["vocab_size"], (n,), generator=generator).tolist() for n in lengths.tolist()
+        ]
+        batch = pack_rows([(row, [i >= len(row) // 2 for i in range(len(row))]) for row in rows])
+        tokens.append(batch.tokens)
         start_s = time.perf_counter()
         labels = batch.score_tokens.numel()
         output = engine.step([batch], step_index=step, label_tokens=labels)
@@ -94,9 +108,10 @@ def measure(case: Case, store_folder: Path, steps: int, recompute: str, threads:
         losses.append(output.loss_sum / labels)
     rate = matmul_rate(torch.device("cpu"), engine.skeleton.dtype).best
     step_s, step_flops = statistics.median(times[2:]), statistics.median(flops[2:])
+    per_s = statistics.median(n / s for n, s in zip(tokens[2:], times[2:], strict=True))
     return {
-        "case": case.name, "tokens_per_step": case.rows * case.row_tokens, "threads": threads, "recompute": recompute,
-        "steps": steps, "step_s": round(step_s, 3), "tokens_per_s": round(case.rows * case.row_tokens / step_s, 1),
+        "case": case.name, "tokens_per_step": [min(tokens), max(tokens)], "threads": threads, "recompute": recompute,
+        "steps": steps, "step_s": round(step_s, 3), "tokens_per_s": round(per_s, 1), "grown_bytes": rss_bytes() - held_bytes,
         "gflops": round(step_flops / step_s / 1e9, 1), "matmul_gflops": round(rate / 1e9, 1),
         "utilisation": round(step_flops / step_s / rate, 3), "bar": case.bar, "loss": round(losses[-1], 4),
         "met": step_flops / step_s / rate >= case.bar,
@@ -109,6 +124,7 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("never", "always"), default="never")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--varied", action="store_true", help="rows of other lengths in every step")
     args = parser.parse_args()
     if args.steps < 3:
         raise UserError(f"--steps is {args.steps}", fix="take 3 or more: two are not timed")
@@ -124,7 +140,9 @@ def main() -> None:
                 config.write_text(text)
                 command = [sys.executable, "-m", "lamella", "store", "synth", str(config), str(made[text])]
                 subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-            print(json.dumps(measure(case, made[text], args.steps, args.recompute, args.threads)), flush=True)
+            print(
+                json.dumps(measure(case, made[text], args.steps, args.recompute, args.threads, args.varied)), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def test_attention(monkeypatch, capsys):
     monkeypatch.setattr(attention, "RUNS", 1)
     monkeypatch.setattr("sys.argv", ["attention", "--threads", str(torch.get_num_threads())])
     attention.main()
-    assert all(json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    (line,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert line["forward_backward_s"].keys() >= {"sdpa", "matmul"}
 
 
 @pytest.mark.parametrize("targets", [layers.ATTENTION, "all-linear"])
@@ -40,5 +41,8 @@ def test_layers(tmp_path, targets):
     from bench import size
 
     store = size.make_store(tmp_path, size.Case("tiny", TINY, 0, ""))
-    line = layers.measure(layers.Case("tiny", TINY, targets, 2, 16, 0.5), store, 3, "never", 1)
-    assert line["steps"] == 3 and line["gflops"] >= 0 and line["loss"] > 0
+    case = layers.Case("tiny", TINY, targets, 2, 16, 0.5)
+    line = layers.measure(case, store, 4, "never", 1)
+    assert line["tokens_per_step"] == [32, 32] and line["tokens_per_s"] > 0 and line["loss"] > 0
+    least, most = layers.measure(case, store, 4, "never", 1, varied=True)["tokens_per_step"]
+    assert 30 <= least < most <= 34

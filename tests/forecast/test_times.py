@@ -1,5 +1,6 @@
 """Times of a step's pieces from rates."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -288,3 +289,9 @@ def test_products_are_those_of_the_engine(tmp_path, config, targets, recompute):
         times._backward.cache_clear()
     times.head(56)
     assert counted == taken
+
+
+def test_files_of_before_are_read():
+    old = {**json.loads(kernels().model_dump_json()), "uneven_rows": 1.2}
+    read = KernelRates.model_validate_json(json.dumps(old))
+    assert read.matmul == kernels().matmul and "uneven_rows" not in json.loads(read.model_dump_json())

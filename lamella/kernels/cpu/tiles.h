@@ -45,6 +45,28 @@ static inline void tiles_end(int amx) {
     if (amx) _tile_release();
 }
 
+/* Sums of up to 2 x 2 C tiles begin with what is there, or at zero. */
+static inline void begin_sums(const float *c, int rows, int columns, int keep) {
+    if (!keep) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, c, 64);
+    if (columns > 1) _tile_loadd(1, c + TILE_C, 64);
+    if (rows > 1) _tile_loadd(2, c + 2 * TILE_C, 64);
+    if (rows > 1 && columns > 1) _tile_loadd(3, c + 3 * TILE_C, 64);
+}
+
+static inline void end_sums22(float *c) {
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + TILE_C, 64);
+    _tile_stored(2, c + 2 * TILE_C, 64);
+    _tile_stored(3, c + 3 * TILE_C, 64);
+}
+
 static inline void multiply_amx22(float *c, const tile_run *runs, int count) {
     for (int i = 0; i < count; i++) {
         const bf16 *a0 = runs[i].a[0], *a1 = runs[i].a[1], *b0 = runs[i].b[0], *b1 = runs[i].b[1];
@@ -60,10 +82,7 @@ static inline void multiply_amx22(float *c, const tile_run *runs, int count) {
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, c, 64);
-    _tile_stored(1, c + TILE_C, 64);
-    _tile_stored(2, c + 2 * TILE_C, 64);
-    _tile_stored(3, c + 3 * TILE_C, 64);
+    end_sums22(c);
 }
 
 static inline void multiply_amx12(float *c, const tile_run *runs, int count) {
@@ -124,17 +143,7 @@ static inline void multiply_dot(float *c, const tile_run *runs, int count, int i
 /* c[2 i + j] = (keep ? c : 0) + sum over runs of a[i] b[j], for i < rows, j < columns (1 or 2 each). */
 static inline void multiply(int amx, float *c, const tile_run *runs, int count, int rows, int columns, int keep) {
     if (amx) {
-        if (keep) {
-            _tile_loadd(0, c, 64);
-            if (columns > 1) _tile_loadd(1, c + TILE_C, 64);
-            if (rows > 1) _tile_loadd(2, c + 2 * TILE_C, 64);
-            if (rows > 1 && columns > 1) _tile_loadd(3, c + 3 * TILE_C, 64);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        begin_sums(c, rows, columns, keep);
         if (rows > 1 && columns > 1)
             multiply_amx22(c, runs, count);
         else if (rows > 1)

@@ -1,6 +1,6 @@
 /* NF4 weights undone beside products of tiles. A product keeps its own unit busy for 16 cycles and takes one slot of the
-   rest of the core, which in the meantime undoes the strip that is multiplied next: in turns, the two would take twice
-   as long at 128 rows an expert. Included only by units compiled with AVX-512 BF16 and AMX. */
+   rest of the core, which in the meantime undoes the strip that is multiplied next. Included only by units compiled with
+   AVX-512 BF16 and AMX. */
 #ifndef LAMELLA_UNDOING_H
 #define LAMELLA_UNDOING_H
 
@@ -14,7 +14,7 @@ typedef struct {
     int64_t steps, pace;                                   /* steps to do, and how many beside a product */
     const uint8_t *codes, *second_codes;                   /* left: of the next block; right: of the matrix's first row */
     const float *scales, *second_scales;                   /* its scale; scales of the first row */
-    bf16 *out, *second_out;                                /* left: where its first tile goes; right: first tile of the k-tile */
+    bf16 *out, *second_out;                                /* first tile: of the place, and of the second; right: of the k-tile */
     int64_t at, count;                                     /* left: block of the row, right: pair of rows */
     int64_t row, skip_codes, skip_scales, skip_out, ahead; /* left */
     int64_t row_codes, row_scales, by_quads, wide;         /* right */
@@ -146,17 +146,7 @@ static inline __attribute__((always_inline)) void multiply_beside(int amx, float
         return;
     }
     undoing u = *given;
-    if (keep) {
-        _tile_loadd(0, c, 64);
-        _tile_loadd(1, c + TILE_C, 64);
-        _tile_loadd(2, c + 2 * TILE_C, 64);
-        _tile_loadd(3, c + 3 * TILE_C, 64);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    begin_sums(c, 2, 2, keep);
     for (int i = 0; i < count; i++) {
         const bf16 *a0 = runs[i].a[0], *a1 = runs[i].a[1], *b0 = runs[i].b[0], *b1 = runs[i].b[1];
         const int64_t step = b_step(&runs[i]);
@@ -172,10 +162,7 @@ static inline __attribute__((always_inline)) void multiply_beside(int amx, float
             undo_steps(&u, u.pace, side);
         }
     }
-    _tile_stored(0, c, 64);
-    _tile_stored(1, c + TILE_C, 64);
-    _tile_stored(2, c + 2 * TILE_C, 64);
-    _tile_stored(3, c + 3 * TILE_C, 64);
+    end_sums22(c);
     *given = u;
 }
 
